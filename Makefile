@@ -1,5 +1,5 @@
 # run: the demo on simulated servers · test: everything · check: fast, while you write · chaos: every fault, with figures
-# lock: after a change of dependencies · test-tools: a browser, promtool, nginx, HAProxy, keepalived, Redis and
+# lock: after a change of dependencies · test-tools: a browser, promtool, nginx, HAProxy, keepalived, Redis, valgrind and
 # docker-compose from Debian's packages, for tests that are skipped without them
 PYTHON ?= python3
 VENV := .venv
@@ -51,10 +51,11 @@ test: $(VENV)/.dev lint
 test-tools:
 	command -v chromium > /dev/null && command -v promtool > /dev/null && command -v nginx > /dev/null && \
 	    command -v docker-compose > /dev/null && command -v gcc > /dev/null && \
-	    command -v redis-server > /dev/null && command -v haproxy > /dev/null && command -v keepalived > /dev/null && exit 0; \
+	    command -v redis-server > /dev/null && command -v haproxy > /dev/null && command -v keepalived > /dev/null && \
+	    command -v valgrind > /dev/null && exit 0; \
 	    apt-get update -qq; DEBIAN_FRONTEND=noninteractive \
 	    apt-get install -qq -y --no-install-recommends chromium prometheus nginx-light docker-compose gcc libc6-dev \
-	    redis-server haproxy keepalived > /dev/null
+	    redis-server haproxy keepalived valgrind > /dev/null
 
 # Without the tests of random inputs (hypothesis) and those that measure memory: about half of the CPU time of these folders.
 check: $(VENV)/.dev format lint types

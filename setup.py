@@ -25,15 +25,19 @@ COMPILED = {
     "lbproxy/core/requests": "large_json media openai outcome outline prompt_keys prompts request retry sse",
     "lbproxy/core/engines": "handover load_metrics",
     "lbproxy/core/caches": "adapters cache_loss cache_size prefix_index sessions",
-    "lbproxy/core/capacity": "lanes opaque others reservations response_times room slots space",
-    "lbproxy/core/knowledge": "gaps kv_model learning load_model placement pool_model prefill_work speed transfer work",
+    "lbproxy/core/capacity": "allowance bucket lanes opaque others reservations response_times room slots space",
+    "lbproxy/core/knowledge": (
+        "gaps kv_model learning load_model placement pool_model pools prefill_work speed transfer work"
+    ),
     "lbproxy/core/endpoints": (
         "backpressure breaker endpoint endpoint_set hang health judge progress serving slow_start state"
     ),
     "lbproxy/core/policies": "adaptive baselines explain policy registry scorers split",
     "lbproxy/core/queue": (
-        "choice dispatcher failed_attempts flow flows queue_overload stored_responses ticket waiting_queue"
+        "choice dispatcher failed_attempts flow flows queue_overload stored_responses ticket tiers waiting_queue"
     ),
+    "lbproxy/core/sleeping": "demand phase server servers sleepers",
+    "lbproxy/core/scaling": "demand",
     "lbproxy/core/replicas": "journal peers",
     "lbproxy/core/observed": "record snapshot",
     "lbproxy/workers": "contents known link remote reports server",

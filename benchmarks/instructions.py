@@ -7,7 +7,9 @@ if some 10,000 requests came a second. Loads: `1k` and `32k` are requests with a
 stream, `stream` a request whose answer has ten.
 
 `--part lbproxy.core.policies.adaptive:Adaptive.price` counts only what happens within that function, with all that it
-calls. `--checkout PATH` runs the lbproxy of another checkout under this page's load, for a before and after.
+calls. `--functions` says in which functions the instructions are. `--checkout PATH` runs the lbproxy of another
+checkout under this page's load, for a before and after. `--record`, in build/compiled, writes instructions.json, which
+a test compares with what it counts: after a change that saves some, or one that costs some on purpose.
 """
 
 from __future__ import annotations
@@ -18,15 +20,20 @@ import ctypes
 import functools
 import importlib
 import itertools
+import json
 import os
+import platform
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypedDict
 
 import uvloop
 
@@ -45,6 +52,12 @@ from lbproxy.proxy.front.server import FrontEnd
 ROOT = Path(__file__).parents[1]
 LOADS = ("1k", "32k", "sse", "stream")
 LIBRARY = ROOT / ".bench/valgrind.so"
+RECORDED = Path(__file__).with_name("instructions.json")
+GUARDED = ("1k", "32k", "sse")
+"""The loads of which a test allows no more than `WORSE` times what is recorded."""
+WORSE = 1.03
+SHOWN = 60
+"""Functions of a table."""
 WARM, COUNTED = 600, 500
 """Requests, or events of streams."""
 READS_A_SECOND = 100_000
@@ -236,22 +249,73 @@ def _toggled(part: str, toggle: Callable[[], object]) -> None:
     setattr(owner, name, counted)
 
 
-def measured(args: argparse.Namespace, load: str) -> float:
+@dataclass(frozen=True)
+class How:
+    """What is counted."""
+
+    policy: str = "adaptive"
+    endpoints: int = 1
+    settings: str = ""
+    part: str | None = None
+    checkout: Path = ROOT
+    profile: str = "/dev/null"
+    """The file for callgrind's own output."""
+
+
+class Record(TypedDict):
+    """What is kept, beside what it was counted with."""
+
+    instructions: dict[str, int]
+    python: str
+    machine: str
+
+
+def missing() -> str | None:
+    """What a count that can be compared with the recorded one lacks here; None if nothing."""
+    lacking = [name for name in ("valgrind", "cc") if shutil.which(name) is None]
+    if lacking:
+        return f"for want of {' and '.join(lacking)}"
+    if not process.is_compiled():
+        return "for want of a compiled lbproxy: run it in build/compiled"
+    return None
+
+
+def built_with() -> tuple[str, str]:
+    """On what the number of instructions depends, beside our own code: Python's version, the processor's kind."""
+    return platform.python_version(), platform.machine()
+
+
+def prepare() -> None:
+    """Build what switches the counting on and off."""
+    LIBRARY.parent.mkdir(exist_ok=True)
+    source = str(ROOT / "benchmarks/valgrind.c")
+    subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", str(LIBRARY), source], check=True)
+
+
+def measured(load: str, how: How = How()) -> float:
     """Instructions for each request or event, of a run in a process of its own. Ends the program if that fails."""
-    path = str(args.checkout.resolve())
+    path = str(how.checkout.resolve())
     run = f"import runpy, sys; sys.path[:0] = [{path!r}]; runpy.run_path({__file__!r}, run_name='__main__')"
-    valgrind = ["--tool=callgrind", "--instr-atstart=no", "--collect-atstart=no", "--callgrind-out-file=/dev/null"]
+    valgrind = ["--tool=callgrind", "--instr-atstart=no", "--collect-atstart=no", f"--callgrind-out-file={how.profile}"]
     command = ["valgrind", *valgrind, sys.executable, "-P", "-c", run, "--child", "--load", load]
-    command += ["--policy", args.policy, "--endpoints", str(args.endpoints)]
-    command += ["--settings", args.settings]
-    if args.part:
-        command += ["--part", args.part]
+    command += ["--policy", how.policy, "--endpoints", str(how.endpoints), "--settings", how.settings]
+    if how.part:
+        command += ["--part", how.part]
     seeded = {**os.environ, "PYTHONHASHSEED": "0"}
     made = subprocess.run(command, capture_output=True, text=True, check=False, cwd=path, env=seeded)
     found = re.search(r"Collected : (\d+)", made.stderr)
     if found is None:
         raise SystemExit(made.stderr[-3000:])
     return int(found[1]) / COUNTED
+
+
+def by_function(profile: str) -> str:
+    """The functions in which a run spends most, with their own instructions for each request or event."""
+    command = ["callgrind_annotate", "--threshold=100", "--show-percs=no", "--auto=no", profile]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    rows = [re.match(r" *([0-9,]+)  (?:\S*?:)?(\S.*?)(?: \[(\S+)\])?$", line) for line in lines]
+    found = [(int(row[1].replace(",", "")) / COUNTED, row[2], Path(row[3] or "").name) for row in rows if row]
+    return "\n".join(f"{each:>12,.0f}  {name[:80]}  {where}" for each, name, where in found[1 : SHOWN + 1])
 
 
 def main() -> None:
@@ -261,17 +325,34 @@ def main() -> None:
     parser.add_argument("--endpoints", type=int, default=1)
     parser.add_argument("--settings", default="", metavar="YAML", help="more of them: 'explain: {requests: 0}'")
     parser.add_argument("--part", metavar="MODULE:FUNCTION")
+    parser.add_argument("--functions", action="store_true", help=f"in which {SHOWN} functions they are")
     parser.add_argument("--checkout", type=Path, default=ROOT)
+    parser.add_argument("--record", action="store_true", help=f"count {', '.join(GUARDED)}, and keep them")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         uvloop.run(count(args.load[0], args.policy, args.endpoints, args.part, args.settings))
         return
-    LIBRARY.parent.mkdir(exist_ok=True)
-    source = str(ROOT / "benchmarks/valgrind.c")
-    subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", str(LIBRARY), source], check=True)
+    prepare()
+    if args.record:
+        record()
+        return
     for load in args.load or LOADS:
-        print(f"{load}: {measured(args, load):,.0f}", flush=True)
+        with tempfile.NamedTemporaryFile() as file:
+            how = How(args.policy, args.endpoints, args.settings, args.part, args.checkout, file.name)
+            print(f"{load}: {measured(load, how):,.0f}", flush=True)
+            if args.functions:
+                print(by_function(file.name), flush=True)
+
+
+def record() -> None:
+    """Write what the test compares with."""
+    if (why := missing()) is not None:
+        raise SystemExit(f"not recorded, {why}")
+    python, machine = built_with()
+    counts = {load: round(measured(load)) for load in GUARDED}
+    RECORDED.write_text(json.dumps(Record(instructions=counts, python=python, machine=machine), indent=2) + "\n")
+    print(counts)
 
 
 if __name__ == "__main__":

@@ -39,12 +39,13 @@ from lbproxy.control.probing.prober import Prober
 from lbproxy.control.probing.roles import RoleWatch
 from lbproxy.control.probing.scraper import Scraper, Scraping
 from lbproxy.control.saving.keeper import Keeper
+from lbproxy.control.sleeping.driver import SleepDriver
 from lbproxy.control.telemetry.history import History
 from lbproxy.control.telemetry.memory import Memory
 from lbproxy.control.telemetry.recent import Recent
 from lbproxy.control.telemetry.telemetry import Telemetry
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.endpoints.endpoint import Endpoint
+from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
 from lbproxy.core.engines.dialects import Engines
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.observed.sink import Sink
@@ -70,6 +71,13 @@ class Listening(NamedTuple):
 
     url: str
     admin_url: str | None
+
+
+class _Drivers(NamedTuple):
+    """What reads or changes servers beside their probes."""
+
+    kv_events: KvEvents
+    sleep: SleepDriver
 
 
 @dataclass
@@ -142,8 +150,9 @@ class Proxy:
         self.keeper = Keeper(balancer, settings.state, self.telemetry.loads.state, self._now)
         self.replication = make_replication(settings.replicas, balancer, runtime)
         self.telemetry.watch_replicas(self.replication)
-        self.kv_events = KvEvents(balancer, runtime)
-        self.telemetry.watch_kv_events(self.kv_events)
+        self.drivers = _Drivers(KvEvents(balancer, runtime), SleepDriver(balancer, runtime, self.connections, rng))
+        self.telemetry.watch_kv_events(self.drivers.kv_events)
+        self.telemetry.watch_sleeping(self.drivers.sleep)
         self.discovery = Discovery(settings, rng)
         self.telemetry.watch_sources(self.discovery)
         self.history = History(self.telemetry.totals, runtime.snapshot)
@@ -201,6 +210,7 @@ class Proxy:
                 ("the watch over endpoints", self.runtime.keep_checking),
                 ("the history", self.history.run),
                 ("the watch over roles", RoleWatch(self.runtime, lambda: self.settings).run),
+                ("the driver of servers that sleep", self.drivers.sleep.run),
                 ("reloading", partial(self._follow_reloads, orders)),
                 ("restarting", partial(self._follow_restarts, orders)),
                 *self.plane.loops(),
@@ -224,7 +234,7 @@ class Proxy:
         await self.plane.close()
         self.connections.close()
         self.telemetry.close()
-        self.kv_events.close()
+        self.drivers.kv_events.close()
 
     # Listening
 
@@ -261,10 +271,12 @@ class Proxy:
         """Those that look after one server, by the settings of now: of its ranks the first stands for all, except for
         KV events.
         """
-        follow, wanted = partial(self.kv_events.follow, endpoint), endpoint.kv_events is not None
+        follow, wanted = partial(self.drivers.kv_events.follow, endpoint), endpoint.kv_events is not None
         feeds: list[Loop] = [(f"reader of KV events of {endpoint.name}", follow)] if wanted else []
         if endpoint.rank:
             return feeds
+        if endpoint.sleep is not None and endpoint.sleep.wake:
+            feeds.append((f"sleep watch of {endpoint.name}", partial(self.drivers.sleep.follow, endpoint)))
         prober = Prober(endpoint, self.runtime, self.connections, self.settings.health, self.rng)
         scraper = Scraper(endpoint, self.runtime, self.scraping)
         self.telemetry.watch_scrapes(scraper)
@@ -410,6 +422,10 @@ class Proxy:
             return "added, kept by a reload" if keep else "added"
         return "settings" if any(one.name == name for one in self.settings.endpoints) else "discovery"
 
+    def set_awake(self, uid: EndpointUid, awake: bool) -> str | None:
+        """See api.Steering."""
+        return self.drivers.sleep.ask(uid, awake=awake)
+
     # Stopping
 
     async def _follow_restarts(self, orders: Orders) -> None:
@@ -430,6 +446,7 @@ class Proxy:
     async def _stop(self, orders: Orders, tasks: asyncio.TaskGroup) -> None:
         """SIGTERM's supervisor waits for us, so `drain.deadline` counts from it; nobody waits for who handed over."""
         drain, running = self.settings.drain, self.plane.front.running
+        self.drivers.sleep.close()
         # Without sockets this is the balancer process, and our supervisor logs the same, for all processes.
         level = logging.DEBUG if self.plane.sockets is None else logging.INFO
         deadline_s = drain.deadline if orders.stop.is_set() else drain.restart_deadline

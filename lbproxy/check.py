@@ -86,6 +86,7 @@ async def check(settings: Settings, console: Console | None = None) -> int:
     for warning in (
         *_ignored(settings, found),
         *_unverified(settings),
+        *_keyless(settings),
         *_unserved(settings, found),
         *_unkept(settings),
         *find_problems([one.part for one in found if one.reachable]),
@@ -148,6 +149,14 @@ def _unverified(settings: Settings) -> Iterator[str]:
     names = [one.name for one in settings.endpoints if not one.tls.verify]
     if names:
         yield f"The certificates of {_some(names)} are not verified (tls.verify: false)."
+
+
+def _keyless(settings: Settings) -> Iterator[str]:
+    """Endpoints elsewhere that would get clients' credentials."""
+    requires_keys = bool(settings.auth.keys) or settings.auth.file is not None
+    names = [one.name for one in settings.endpoints if one.tier > 1 and one.api_key is None]
+    if names and not requires_keys:
+        yield f"{_some(names)}: above tier 1 without api_key, so clients' own Authorization is sent there."
 
 
 def _unkept(settings: Settings) -> Iterator[str]:

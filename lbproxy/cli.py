@@ -137,6 +137,27 @@ def _add_mock(mock: argparse.ArgumentParser) -> None:
     what = "allow loading and unloading of adapters over HTTP"
     mock.add_argument("--lora-updates", action="store_true", help=what)
     _add_transfer(mock.add_argument_group("prefill and decode on different servers"))
+    _add_sleep(mock.add_argument_group("sleep mode"))
+    _add_provider(mock.add_argument_group("a paid provider"))
+
+
+def _add_sleep(mock: argparse._ArgumentGroup) -> None:
+    """Options of a simulated server that sleeps."""
+    what = "it can be put to sleep and woken: /sleep, /wake_up, /is_sleeping, as with vLLM's --enable-sleep-mode"
+    mock.add_argument("--sleep-mode", action="store_true", help=what)
+    mock.add_argument("--asleep", action="store_true", help="it sleeps from the start")
+    what = "how long a wake takes (default: 3)"
+    mock.add_argument("--wake-time", type=_seconds, default=3.0, metavar="SECONDS", help=what)
+    what = "how long it takes to fall asleep (default: 1)"
+    mock.add_argument("--sleep-time", type=_seconds, default=1.0, metavar="SECONDS", help=what)
+    what = "a GPU that it shares with other simulated servers: a wake fails while another that is awake has it"
+    mock.add_argument("--gpu", metavar="NAME", help=what)
+
+
+def _seconds(text: str) -> float:
+    """`3`, `3s` or `250ms`."""
+    number, factor = (text[:-2], 0.001) if text.endswith("ms") else (text.removesuffix("s"), 1.0)
+    return float(number) * factor
 
 
 def _add_transfer(mock: argparse._ArgumentGroup) -> None:
@@ -159,6 +180,17 @@ def _add_transfer(mock: argparse._ArgumentGroup) -> None:
     mock.add_argument("--kv-events-replay", metavar="URL", help="replay lost ones, at tcp://*:5657")
 
 
+def _add_provider(mock: argparse._ArgumentGroup) -> None:
+    """Options of a simulated server that is a paid provider."""
+    what = "be a paid provider: OpenAI's errors, no /health and no /metrics; each of the following implies it"
+    mock.add_argument("--provider", action="store_true", help=what)
+    mock.add_argument("--path-prefix", metavar="PATH", help="where its API is (default: /v1), such as /openai/v1")
+    mock.add_argument("--require-key", metavar="KEY", help="the API key that it accepts (default: any)")
+    mock.add_argument("--requests-per-minute", type=int, metavar="N", help="limit of requests (default: no limit)")
+    what = "limit of tokens, of prompts and what they may generate (default: no limit)"
+    mock.add_argument("--tokens-per-minute", type=int, metavar="N", help=what)
+
+
 def _add_admin_commands(commands: Subparsers) -> None:
     """Those that speak to a running lbproxy."""
     remote = argparse.ArgumentParser(add_help=False)
@@ -175,6 +207,8 @@ def _add_admin_commands(commands: Subparsers) -> None:
     drain.add_argument("--timeout", type=float, metavar="SECONDS", help="wait no longer than this; then exit with 1")
     undrain = commands.add_parser("undrain", parents=[remote], help="send requests to an endpoint again")
     undrain.add_argument("name", metavar="NAME")
+    for name, what in (("sleep", "put an endpoint to sleep"), ("wake", "wake an endpoint that sleeps")):
+        commands.add_parser(name, parents=[remote], help=what).add_argument("name", metavar="NAME")
     explain = commands.add_parser("explain", parents=[remote], help="explain why a request went where it went")
     explain.add_argument("id", metavar="ID", help="its x-request-id")
     explain.add_argument("--json", action="store_true", help="the complete data, as JSON")
@@ -386,6 +420,8 @@ def _remote(args: argparse.Namespace) -> int:
                 return commands.drain(client, console, args.name, wait=args.wait, timeout_s=args.timeout)
             case "undrain":
                 return commands.undrain(client, console, args.name)
+            case "sleep" | "wake":
+                return commands.set_awake(client, console, args.name, awake=args.command == "wake")
             case _:
                 return commands.explain(client, console, args.id, as_json=args.json)
     except AdminError as error:
@@ -403,7 +439,7 @@ _COMMANDS: dict[str | None, Callable[[argparse.Namespace], int]] = {
     "demo": _demo,
     "mock": _mock,
     "sim": _sim,
-    **dict.fromkeys(("status", "top", "drain", "undrain", "explain"), _remote),
+    **dict.fromkeys(("status", "top", "drain", "undrain", "sleep", "wake", "explain"), _remote),
 }
 
 

@@ -115,7 +115,9 @@ class RequestRuntime(ABC):
 
     @abstractmethod
     def endpoints_of(self, model: str) -> list[tuple[Endpoint, Health]]:
-        """All servers that list a model, whatever their health, except those that are draining: one rank of each."""
+        """All servers of tier 1 that list a model, whatever their health, except those that are draining: one rank of
+        each.
+        """
 
     @property
     @abstractmethod

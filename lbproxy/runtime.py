@@ -78,7 +78,7 @@ class Runtime(RequestRuntime):
         self._drained: set[str] = set()
         """Keys of endpoints that an operator drained, members or not: names of the settings come and go with DNS."""
         self._model_readers: dict[str, ModelReader] = {}
-        """By base URL."""
+        """By `url_key`."""
         self._look_ends: asyncio.TimerHandle | None = None
         """All endpoints are being asked for their models, as a request names a model that none listed."""
         self._looked_at = -inf
@@ -87,7 +87,7 @@ class Runtime(RequestRuntime):
         self._lookers: list[Callable[[], None]] = []
         """To be called when that is over."""
         self._wakers: dict[str, Callable[[], None]] = {}
-        """Scrapers by base URL, to be called when their endpoints come up."""
+        """Scrapers by `url_key`, to be called when their endpoints come up."""
         self._ended: list[RequestRecord] = []
         """What the sinks are told of at the end of this turn of the loop."""
 
@@ -120,7 +120,14 @@ class Runtime(RequestRuntime):
     ) -> Verdict:
         """See RequestRuntime. `decided`: the verdict of the worker process in which the attempt failed."""
         verdict = self._balancer.after_failure(
-            ticket, error.kind, earlier, now=self.now(), detail=error.detail, refused=error.refused, decided=decided
+            ticket,
+            error.kind,
+            earlier,
+            now=self.now(),
+            detail=error.detail,
+            refused=error.refused,
+            decided=decided,
+            retry_after_s=error.retry_after_s,
         )
         if verdict.outcome is Outcome.NO_ENDPOINTS and self.any_up():
             verdict = Verdict(False, Outcome.CONNECT_FAILED)  # a pool that is up failed this request
@@ -212,7 +219,7 @@ class Runtime(RequestRuntime):
         for new in (*changes.added, *changes.changed):
             self._members[new.uid] = new
         for new in changes.added:
-            if new.key in self._drained or new.base_url in self._drained:
+            if new.key in self._drained or new.url_key in self._drained:
                 self._balancer.drain(new.uid)
         self._pump_soon()
         return changes
@@ -262,7 +269,7 @@ class Runtime(RequestRuntime):
                 self.loop.call_soon(self.check)
             elif transition.before in {Health.EJECTED, Health.DOWN}:  # it may have been started anew
                 self.doubt_models(transition.endpoint.uid)
-            if transition.after is Health.UP and (wake := self._wakers.get(transition.endpoint.base_url)) is not None:
+            if transition.after is Health.UP and (wake := self._wakers.get(transition.endpoint.url_key)) is not None:
                 wake()
         self._transitions.clear()
 
@@ -272,7 +279,7 @@ class Runtime(RequestRuntime):
         """
         self._balancer.drain(uid, draining=draining)
         if (member := self._members.get(uid)) is not None:
-            self._drained -= {member.key, member.base_url}
+            self._drained -= {member.key, member.url_key}
             self._drained |= {member.key} if draining else set()
         self._pump_soon()
 
@@ -288,11 +295,6 @@ class Runtime(RequestRuntime):
         """What an engine says of its part where prefill and decode are apart."""
         self._balancer.report_role(uid, handover)
         self._pump_soon()
-
-    @property
-    def has_roles(self) -> bool:
-        """Whether any endpoint has the role prefill or decode."""
-        return self._balancer.endpoints.has_roles
 
     def report_description(self, uid: EndpointUid, said: Description) -> None:
         """What an endpoint says of itself."""
@@ -317,7 +319,7 @@ class Runtime(RequestRuntime):
 
     def _reader_of(self, uid: EndpointUid) -> ModelReader | None:
         member = self._members.get(uid)
-        return None if member is None else self._model_readers.get(member.base_url)
+        return None if member is None else self._model_readers.get(member.url_key)
 
     async def refresh_models(self, uid: EndpointUid) -> None:
         """See RequestRuntime."""
@@ -329,7 +331,7 @@ class Runtime(RequestRuntime):
         if (reader := self._reader_of(uid)) is not None:
             reader.doubt_models()
         if (member := self._members.get(uid)) is not None and member.rank is not None:
-            self._wakers.get(member.base_url, lambda: None)()  # the server may have other ranks now
+            self._wakers.get(member.url_key, lambda: None)()  # the server may have other ranks now
 
     def look_for_models(self, looked: Callable[[], None]) -> bool:
         """See RequestRuntime. At most once in `LOOK_AGAIN_S`, for `LOOK_S` at most. Many random names cost no more than
@@ -360,12 +362,12 @@ class Runtime(RequestRuntime):
     @contextmanager
     def wakes_scraper(self, endpoint: Endpoint, wake: Callable[[], None]) -> Iterator[None]:
         """Meanwhile `wake` is called when this endpoint comes up: its metrics are wanted at once."""
-        self._wakers[endpoint.base_url] = wake
+        self._wakers[endpoint.url_key] = wake
         try:
             yield
         finally:
-            if self._wakers.get(endpoint.base_url) is wake:
-                del self._wakers[endpoint.base_url]
+            if self._wakers.get(endpoint.url_key) is wake:
+                del self._wakers[endpoint.url_key]
 
     def scrape_sent(self, uid: EndpointUid) -> None:
         """A scrape leaves now."""
@@ -431,8 +433,8 @@ class Runtime(RequestRuntime):
 
     def endpoints_of(self, model: str) -> list[tuple[Endpoint, Health]]:
         """See RequestRuntime."""
-        found = (one for one in self.snapshot().endpoints if one.models and model in one.models and not one.draining)
-        return list({one.endpoint.base_url: (one.endpoint, one.health) for one in found}.values())
+        here = [one for one in self.snapshot().endpoints if one.endpoint.tier == 1 and model in (one.models or ())]
+        return list({one.endpoint.url_key: (one.endpoint, one.health) for one in here if not one.draining}.values())
 
     def snapshot(self) -> PoolSnapshot:
         """Everything, now."""

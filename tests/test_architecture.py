@@ -51,7 +51,10 @@ ONLY_IN = {
         "control/families/endpoints.py",
         "control/families/kv_events.py",
         "control/families/replicas.py",
+        "control/families/sleeping.py",
+        "control/families/scaling.py",
         "control/families/splits.py",
+        "control/families/tiers.py",
     },
     "yaml": {"config/"},
     "pydantic": {"config/"},
@@ -72,8 +75,10 @@ READS_FILES = {
     "workers/shares.py",
 }
 PACKAGES = {
-    "core": "requests engines caches capacity knowledge saved endpoints policies queue observed replicas",
-    "control": "probing discovery families telemetry saving admin",
+    "core": (
+        "requests engines caches capacity knowledge saved endpoints policies queue sleeping scaling observed replicas"
+    ),
+    "control": "probing discovery families sleeping telemetry saving admin",
     "net": "dialing connections",
     "proxy": "request exchange sockets front",
     "sim": "engine workloads fleet figures",

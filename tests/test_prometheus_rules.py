@@ -26,8 +26,15 @@ def rules() -> list[dict[str, Any]]:
 def test_rules_are_about_families_and_records_that_exist() -> None:
     tables = [
         generated(DOCS / "metrics.md", name)
-        for name in ("families", "families of replicas", "families of KV events", "families of split requests")
+        for name in (
+            "families",
+            "families of replicas",
+            "families of KV events",
+            "families of split requests",
+            "families of sleep",
+        )
     ]
+    tables.append(generated(DOCS / "metrics.md", "families of tiers"))
     documented = {row[0].strip("`") for text in tables for row in cells(text)}
     series = {name + suffix for name in documented for suffix in ("", "_bucket", "_sum", "_count")}
     records = {rule["record"] for rule in rules() if "record" in rule}
@@ -39,6 +46,10 @@ def test_rules_are_about_families_and_records_that_exist() -> None:
     assert records - {"lbproxy:in_flight:max_over_mean"} <= used | {
         "lbproxy:time_to_first_byte_seconds:p50_5m",
         "lbproxy:time_to_first_byte_seconds:p95_5m",
+        "lbproxy:recommended_endpoints:max",
+        "lbproxy:model_predicted_wait_seconds:max1m",
+        "lbproxy:model_waiting_requests:sum",
+        "lbproxy:model_room_ratio:min",
     }
 
 

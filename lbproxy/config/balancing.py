@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from lbproxy.config.sections.endpoints import ScrapeSettings
 from lbproxy.config.sections.flows import FlowsSettings
 from lbproxy.config.sections.health import BreakerSettings, HealthSettings
-from lbproxy.config.sections.routing import AdmissionSettings, RetrySettings
+from lbproxy.config.sections.observing import AutoscalingSettings
+from lbproxy.config.sections.routing import AdmissionSettings, OverflowSettings, RetrySettings
+from lbproxy.config.sleep import HostSettings
 
 
 class BalancingSettings(NamedTuple):
@@ -19,3 +23,6 @@ class BalancingSettings(NamedTuple):
     health: HealthSettings = HealthSettings()
     breaker: BreakerSettings = BreakerSettings()
     scrape: ScrapeSettings = ScrapeSettings()
+    overflow: OverflowSettings = OverflowSettings()
+    hosts: Mapping[str, HostSettings] = MappingProxyType({})
+    autoscaling: AutoscalingSettings = AutoscalingSettings()

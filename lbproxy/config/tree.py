@@ -24,10 +24,17 @@ from lbproxy.config.sections.engines import MAX_ENGINES, EngineSettings, check_e
 from lbproxy.config.sections.flows import FlowsSettings
 from lbproxy.config.sections.health import BreakerSettings, HealthSettings
 from lbproxy.config.sections.models import MAX_ALIASES, ModelSettings, check_aliases
-from lbproxy.config.sections.observing import ExplainSettings, TraceSettings
+from lbproxy.config.sections.observing import AutoscalingSettings, ExplainSettings, TraceSettings
 from lbproxy.config.sections.proxies import LOOPBACK, MAX_TRUSTED, ForwardedMode, Network, read_networks
 from lbproxy.config.sections.replicas import ReplicasSettings
-from lbproxy.config.sections.routing import AdmissionSettings, RetrySettings, RoutingSettings, StateSettings
+from lbproxy.config.sections.routing import (
+    AdmissionSettings,
+    OverflowSettings,
+    RetrySettings,
+    RoutingSettings,
+    StateSettings,
+)
+from lbproxy.config.sleep import MAX_HOSTS, HostSettings, check_host_name
 from lbproxy.config.values import Timeout, Workers, duration, expected, hosts_overlap
 
 MAX_ENDPOINTS = 1024
@@ -72,6 +79,8 @@ class Settings(Section):
     """The model servers, at least one. Names and addresses are unique."""
     engines: dict[str, EngineSettings] = Field(default={}, json_schema_extra={"maxProperties": MAX_ENGINES})
     """Engines that lbproxy does not know, or whose metrics have other names, by the name used in `engine`."""
+    hosts: dict[str, HostSettings] = Field(default={}, json_schema_extra={"maxProperties": MAX_HOSTS})
+    """How many endpoints of a group that shares GPUs may be awake, by the name used in `host`."""
     models: dict[str, ModelSettings] = Field(default={}, json_schema_extra={"maxProperties": MAX_ALIASES})
     """Names of your own for the models that the endpoints serve."""
     routing: RoutingSettings = RoutingSettings()
@@ -82,6 +91,8 @@ class Settings(Section):
     """Other lbproxies before the same endpoints."""
     admission: AdmissionSettings = AdmissionSettings()
     """The queue of requests that no endpoint has room for."""
+    overflow: OverflowSettings = OverflowSettings()
+    """When requests go to endpoints of a higher tier."""
     flows: FlowsSettings = FlowsSettings()
     """Fair shares of capacity between the flows of different clients."""
     retry: RetrySettings = RetrySettings()
@@ -119,11 +130,23 @@ class Settings(Section):
     """Why requests went where they went."""
     traces: TraceSettings = TraceSettings()
     """Spans of each request, sent to an OpenTelemetry collector."""
+    autoscaling: AutoscalingSettings = AutoscalingSettings()
+    """How many endpoints are recommended for each model."""
 
     @property
     def balancing(self) -> BalancingSettings:
         """Those that the Balancer reads."""
-        return BalancingSettings(self.admission, self.flows, self.retry, self.health, self.breaker, self.scrape)
+        return BalancingSettings(
+            self.admission,
+            self.flows,
+            self.retry,
+            self.health,
+            self.breaker,
+            self.scrape,
+            self.overflow,
+            self.hosts,
+            self.autoscaling,
+        )
 
     @field_validator("forwarded", mode="before")
     @classmethod
@@ -154,6 +177,15 @@ class Settings(Section):
     @classmethod
     def _show_load(cls, value: dict[str, EngineSettings]) -> dict[str, EngineSettings]:
         return check_own_engines(value)
+
+    @field_validator("hosts", mode="after")
+    @classmethod
+    def _hosts(cls, value: dict[str, HostSettings]) -> dict[str, HostSettings]:
+        if len(value) > MAX_HOSTS:
+            raise expected(f"at most {MAX_HOSTS} hosts")
+        for name in value:
+            check_host_name(name)
+        return value
 
     @field_validator("models", mode="after")
     @classmethod
@@ -202,7 +234,8 @@ def _check_distinct(value: tuple[EndpointSettings, ...], own: Mapping[str, Addre
         for key, address in own.items():
             if endpoint.leads_to(address):
                 clashes.append(_clash(index, "url", f"another server than lbproxy's own {key}", endpoint.url))
-        same_url = urls.setdefault(endpoint.url.replace("https:", "http:"), index)  # one port speaks one of the two
+        url = f"{endpoint.url.replace('https:', 'http:')} {endpoint.model or ''}"  # one port speaks one of the two
+        same_url = urls.setdefault(url, index)
         same_name = names.setdefault(endpoint.name, index)
         if same_url != index:
             clashes.append(_clash(index, "url", f"another url than endpoints[{same_url}] has", endpoint.url))

@@ -208,6 +208,18 @@ def read_origin(url: str, *, root_only: bool = False) -> str | None:
     return f"{scheme}://{host}:{port}" if 1 <= port <= 65535 else None
 
 
+def read_base_url(url: str) -> str | None:
+    """The normalised `http[s]://host:port[/prefix]` of a URL without a query, and without `/` at its end.
+
+    None if the text is not one, or its path has empty or dot segments.
+    """
+    origin, match = read_origin(url), _HTTP_URL.fullmatch(url)
+    if origin is None or match is None:
+        return None
+    path = match["path"].rstrip("/")
+    return origin + path if re.fullmatch(r"(/(?!\.{1,2}(/|$))[A-Za-z0-9._~@:+=-]{1,128}){0,8}", path) else None
+
+
 def read_dns_url(url: str) -> str | None:
     """The normalised `dns+http://name:port` (or https) of a URL; None if it is none, or has an address for a name."""
     origin = read_origin(url[4:], root_only=True) if url[:4].lower() == "dns+" else None

@@ -50,13 +50,14 @@ from lbproxy.core.observed.learned import (
 from lbproxy.core.observed.snapshot import PoolSnapshot
 from lbproxy.core.placing import Placing
 from lbproxy.core.policies.policy import Policy
-from lbproxy.core.queue.choice import Choice, model_for
+from lbproxy.core.queue.choice import model_for
 from lbproxy.core.queue.dispatcher import Dispatcher
 from lbproxy.core.queue.failed_attempts import FailedAttempts
 from lbproxy.core.queue.flow import Flow
 from lbproxy.core.queue.flows import Flows
 from lbproxy.core.queue.stored_responses import StoredResponses
 from lbproxy.core.queue.ticket import Ticket, TicketState, Wait
+from lbproxy.core.queue.tiers import Overdue, TieredChoice
 from lbproxy.core.queue.waiting_queue import WaitingQueue
 from lbproxy.core.replicas.journal import Journal
 from lbproxy.core.replicas.peers import Peers
@@ -67,6 +68,8 @@ from lbproxy.core.requests.retry import FailureKind, Retries, Verdict
 from lbproxy.core.saved.pieces import Piece
 from lbproxy.core.saved.reading import Saved
 from lbproxy.core.saved.restoring import Restoring
+from lbproxy.core.scaling.advice import Advice
+from lbproxy.core.sleeping.sleepers import Sleepers
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)  # the simulation has some
@@ -82,13 +85,19 @@ class Balancer:
         self._flows, self._queue = Flows(settings.flows), WaitingQueue(settings.admission)
         self.stored_responses = StoredResponses()
         """The driver notes here which endpoint stores which response."""
-        self._choice = Choice(
-            policy, settings.admission, self._endpoints, self._backpressure, self.stored_responses, rng
-        )
+        what = policy, settings.admission, settings.overflow, self._endpoints
+        self._choice = TieredChoice(*what, self._backpressure, self.stored_responses, rng)
         self._failures = FailedAttempts(self._retries, self._backpressure, self._judge, self._choice)
         self._dispatcher = Dispatcher(self._endpoints, self._choice, self._queue, self._flows)
+        self.sleepers = Sleepers(self._endpoints, self._queue, self._choice.response_owner, self._dispatcher.wake_all)
+        """Which endpoints sleep. It has a driver of its own, which carries out its orders."""
+        self.sleepers.reconfigure(settings.hosts)
+        self._choice.wakes_in_s, self._choice.passed_by = self.sleepers.wakes_in_s, self.sleepers.passed_by
+        self._overdue = Overdue(self._choice, self._dispatcher, self._queue)
         self._reconfigure_queue(settings.admission)
-        self._placing = Placing(self._endpoints, self._flows, self._backpressure, self._choice, self._dispatcher)
+        advice = Advice(settings.autoscaling.ttft, settings.autoscaling.window)
+        parts = self._endpoints, self._flows, self._backpressure, self._choice, self._dispatcher
+        self._placing = Placing(*parts, advice)
         self._changed: list[Ticket] = []
         """Tickets that were closed because another ticket arrived; `poll` returns them."""
 
@@ -109,11 +118,14 @@ class Balancer:
         self._endpoints.limit_index(policy.index_entries)
         self._retries.reconfigure(settings.retry)
         self._endpoints.reconfigure(settings)
+        self.sleepers.reconfigure(settings.hosts)
         self._queue.reconfigure(settings.admission, now=now)
         self._flows.reconfigure(settings.flows, now)
+        self._placing.advice.reconfigure(settings.autoscaling.ttft, settings.autoscaling.window)
         for flow in self._flows:
             self._unpark(flow)
         self._choice.reconfigure(policy, settings.admission)
+        self._choice.after_s = settings.overflow.after
         if self._placing.journal is not None:
             self._placing.journal.block_bytes = policy.block_bytes
         self._reconfigure_queue(settings.admission)
@@ -151,6 +163,7 @@ class Balancer:
                     ticket.retry_after_s = ticket.refusal.retry_after_s
                     self._end(ticket, Outcome.RATE_LIMITED)
                     return ticket
+            self._placing.advice.demand.arrived(request)
         if flow.limited and flow.is_full:
             ticket.wait = Wait.FLOW
             hopeless = self._choice.outcome_if_hopeless(ticket, now=now)
@@ -167,7 +180,7 @@ class Balancer:
                 self._dispatcher.serve(now, self._consider, self._changed)  # waiting requests come first
         self._consider(ticket, now, in_turn=False)
         if ticket.state is TicketState.WAITING and self._dispatcher.misses_deadline(ticket, now):
-            self._end(ticket, Outcome.TOO_LATE)
+            self._refuse(ticket, Outcome.TOO_LATE, now)
         if ticket.state is TicketState.WAITING:
             self._wait(ticket, now)
         return ticket
@@ -194,11 +207,12 @@ class Balancer:
             self._dispatcher.wake_due(now)
             if self._dispatcher.has_work:
                 self._dispatcher.serve(now, self._consider, changed)
+            self._overdue.serve(now, self._consider, changed)
             for ticket in self._queue.expired(now):
                 deadline = ticket.request.deadline
                 too_late = Outcome.EXPIRED if deadline is None or now < deadline else Outcome.TOO_LATE
                 ticket.retry_after_s = ticket.best_wait_s or None
-                self._end(ticket, too_late if self._endpoints.any_up() else Outcome.NO_ENDPOINTS)
+                self._refuse(ticket, too_late if self._endpoints.any_up() else Outcome.NO_ENDPOINTS, now)
                 changed.append(ticket)
         if not self._queue:
             self._dispatcher.clear(now)
@@ -234,15 +248,17 @@ class Balancer:
         detail: str = "",
         refused: bool = False,
         decided: Verdict | None = None,
+        retry_after_s: float | None = None,
     ) -> Verdict:
         """Decide what follows an attempt that failed before any of a response's body went to the client.
 
         `earlier`: why earlier attempts failed. `detail`: for the log. `refused`: nothing listens there. `decided`: by a
-        worker process, by its own budget. Does not close.
+        worker process, by its own budget. `retry_after_s`: as the endpoint said. Does not close.
         """
         state = ticket.placed_state
+        why = detail or kind.value
         verdict, counts = self._failures.decide(
-            ticket, kind, earlier, now=now, why=detail or kind.value, refused=refused, decided=decided
+            ticket, kind, earlier, now=now, why=why, refused=refused, decided=decided, retry_after_s=retry_after_s
         )
         if self._queue and now < state.backing_off_until:
             self._dispatcher.wake_at(state.endpoint.uid, state.backing_off_until)
@@ -255,14 +271,18 @@ class Balancer:
         if self._changed or self._dispatcher.has_work:
             return -inf
         first = self._queue.first_deadline()
-        return None if first is None else min(first, self._dispatcher.next_wake_at)
+        if first is None:
+            return None
+        return min(first, self._dispatcher.next_wake_at, self._overdue.next_at())
 
     # Endpoints
 
     def set_endpoints(self, specs: Sequence[EndpointSpec], *, now: float) -> EndpointChanges:
         """Replace the set of endpoints, as discovery found it. Names and addresses must be distinct."""
         self._dispatcher.wake_all()
-        return self._endpoints.replace(specs, now=now)
+        changes = self._endpoints.replace(specs, now=now)
+        self.sleepers.follow(now)
+        return changes
 
     def check(self, *, now: float) -> list[EndpointUid]:
         """Apply what time alone changes, every `CHECK_S`. Returns endpoints where requests may be stranded: for each
@@ -271,6 +291,8 @@ class Balancer:
         before, stranding = self._endpoints.version, self._endpoints.check(now=now)
         if self._endpoints.version != before:
             self._dispatcher.wake_all()
+        waiting = (ticket.request.model for ticket in self._queue)
+        self._placing.advice.look(self._endpoints.members(), waiting, now, learns=self._pool is not None)
         return stranding
 
     def is_stranded(self, ticket: Ticket, *, now: float) -> bool:
@@ -378,7 +400,9 @@ class Balancer:
         """A snapshot of the pool."""
         flows = self._flows.snapshot(self._queue.by_flow())
         transfer = None if self._pool is None else of_transfer(self._pool)
-        return PoolSnapshot(self._endpoints.snapshot(now=now), len(self._queue), self._queue.bytes, flows, transfer)
+        endpoints, models = self._endpoints.snapshot(now=now), self._placing.advice.models
+        sleep = self.sleepers.snapshot(now)
+        return PoolSnapshot(endpoints, len(self._queue), self._queue.bytes, flows, transfer, models, sleep)
 
     def learned(self, *, now: float) -> tuple[PoolLearned, dict[EndpointUid, EndpointLearned]] | None:
         """What was learned of speeds and caches; None under policies that learn nothing."""
@@ -412,9 +436,11 @@ class Balancer:
         else:
             if ticket.wait is None:
                 ticket.wait = chosen
-                if self._dispatcher.exceeds_timeout(ticket, now):
+                if chosen is Wait.WAKING and (refusal := self.sleepers.refusal(ticket, now)) is not None:
+                    self._refuse(ticket, refusal, now)
+                elif self._dispatcher.exceeds_timeout(ticket, now):
                     ticket.retry_after_s = ticket.best_wait_s
-                    self._end(ticket, Outcome.SATURATED)
+                    self._refuse(ticket, Outcome.SATURATED, now)
             ticket.priced_at = now
 
     def _place(self, ticket: Ticket, state: EndpointState, now: float) -> None:
@@ -436,9 +462,10 @@ class Balancer:
             self._dispatcher.start_waiting(ticket, now)
         for shed in self._queue.push(ticket, parked=parked):
             shed.retry_after_s = shed.best_wait_s or None
-            self._end(shed, Outcome.SATURATED)
+            self._refuse(shed, Outcome.SATURATED, now)
             if shed is not ticket:
                 self._changed.append(shed)
+        self._overdue.add(ticket, now)
 
     def _unpark(self, flow: Flow) -> None:
         """Let parked requests of the flow wait for an endpoint, as many as its limit allows."""
@@ -446,6 +473,17 @@ class Balancer:
             flow.active += 1
             ticket.counts_in_flow = True
             self._dispatcher.wake_all()
+
+    def _refuse(self, ticket: Ticket, outcome: Outcome, now: float) -> None:
+        """End a ticket for lack of room; or place it on a higher tier, if one has some."""
+        if self._endpoints.has_tiers and ticket.counts_in_flow:
+            state = self._choice.elsewhere(ticket, outcome, now)
+            if state is not None:
+                self._queue.remove(ticket)
+                self._dispatcher.release(ticket)
+                self._place(ticket, state, now)
+                return
+        self._end(ticket, outcome)
 
     def _end(self, ticket: Ticket, outcome: Outcome) -> None:
         if ticket.state is TicketState.WAITING:

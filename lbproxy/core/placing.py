@@ -22,6 +22,7 @@ from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.replicas.journal import Journal
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import DECODE, NO_USAGE, PREFILL, Usage
+from lbproxy.core.scaling.advice import Advice
 
 
 class Placing:
@@ -37,7 +38,9 @@ class Placing:
         backpressure: Backpressure,
         choice: Choice,
         dispatcher: Dispatcher,
+        advice: Advice,
     ) -> None:
+        self.advice = advice
         self._endpoints, self._flows, self._backpressure = endpoints, flows, backpressure
         self._judge = endpoints.judge
         self._choice, self._dispatcher = choice, dispatcher
@@ -62,6 +65,8 @@ class Placing:
             self._dispatcher.wake(one)
 
     def _count(self, ticket: Ticket, state: EndpointState, now: float) -> None:
+        if state.endpoint.tier > ticket.request.max_tier:  # no assert: a defect must end the request, not leak it
+            raise AssertionError("a request was to be placed above its highest tier")
         self._placements += 1
         if self.journal is not None:
             self.journal.placed(ticket, now)
@@ -76,6 +81,9 @@ class Placing:
         if self._endpoints.has_loads and not ticket.request.open_ended:  # the work of a WebSocket is not known
             ticket.load = state.load
             ticket.placement = ticket.load.place(ticket.request, now)
+            self.advice.demand.placed(ticket.placement)
+        if state.allowance is not None:
+            ticket.reserved_tokens = state.allowance.reserve(ticket.request, now)
         assert ticket.flow is not None
         ticket.flow.in_flight += 1
         self._flows.placed(ticket, now)
@@ -140,11 +148,14 @@ class Placing:
         if usage is None and outcome is Outcome.COMPLETED and ticket.first_byte_at is not None:
             usage = NO_USAGE if not ticket.request.prompt_bytes else None
         served = ticket.first_byte_at is not None or (outcome is Outcome.COMPLETED and usage is not None)
+        if state.allowance is not None:
+            state.allowance.settle(ticket.reserved_tokens, charged, now, served=served)
         assert ticket.flow is not None
         ticket.flow.in_flight -= 1
         self._flows.ended(ticket, charged, now, served=served)
         if ticket.load is not None and ticket.placement is not None:
             ticket.load.end(ticket.placement, usage, now)
+            self.advice.demand.ended(ticket.placement, usage)
         self._endpoints.released(state)
         self._dispatcher.wake(state)
         ticket.state, ticket.outcome = TicketState.CLOSED, outcome

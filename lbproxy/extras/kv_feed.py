@@ -183,7 +183,7 @@ class KvFeed:
         """Of an address in the settings: that of this rank."""
         address = read_publisher(written or "")
         assert address is not None
-        return address.url(self._endpoint.base_url.rpartition("/")[2].rpartition(":")[0], self._endpoint.rank or 0)
+        return address.url(self._endpoint.authority.rpartition(":")[0], self._endpoint.rank or 0)
 
     async def _receive(self, socket: KvSocket) -> list[bytes] | None:
         """The frames of one message, at most one more than `MAX_FRAMES`; None = nothing is there."""

@@ -60,6 +60,13 @@ def drain(client: AdminClient, console: Console, name: str, *, wait: bool, timeo
         progress = client.get("endpoints", name)
 
 
+def set_awake(client: AdminClient, console: Console, name: str, *, awake: bool) -> int:
+    """Have an endpoint woken, or put to sleep: asked for, not waited for."""
+    client.post("endpoints", name, "wake" if awake else "sleep")
+    console.print(f"{plain(name)} {'is woken' if awake else 'is put to sleep when it has no requests'}", markup=False)
+    return 0
+
+
 def undrain(client: AdminClient, console: Console, name: str) -> int:
     """Give it requests again."""
     client.post("endpoints", name, "undrain")

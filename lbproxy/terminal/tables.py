@@ -18,7 +18,7 @@ from lbproxy.terminal.client import Fields
 MAX_NAME = 24
 MAX_ROUTE = 16
 ROLES = {"prefill": "P", "decode": "D"}
-"""As letters: words would not fit into 80 columns."""
+"""As letters: words would not fit into 80 columns. A tier above 1 stands beside them, as a digit."""
 MAX_MODELS = 6
 MAX_AILING = 3
 HEALTH_STYLES = {"up": "green", "starting": "cyan", "half_open": "yellow", "ejected": "red", "down": "red"}
@@ -32,13 +32,18 @@ def plain(value: object) -> str:
 def summary(state: Fields) -> Text:
     """Two lines: what it is and does, and how that went of late."""
     queue, point = state["queue"], (state.get("history") or [None])[-1]
-    up = sum(one["health"] == "up" and not one["draining"] for one in state["endpoints"])
+    up = sum(one["health"] == "up" and not one["draining"] and not _sleep(one) for one in state["endpoints"])
+    asleep = sum(bool(_sleep(one)) for one in state["endpoints"])
     text = Text()
     text.append(f"lbproxy {plain(state['version'])}", style="bold")
     text.append(f"  {plain(state['policy'])}  up {_duration(state['uptime_s'])}  ")
     members = sum(not one["leaving"] for one in state["endpoints"])
-    text.append(f"{up} of {members} endpoints up", style="green" if up == members else "red" if not up else "yellow")
-    if not up and not state["stopping"]:
+    text.append(
+        f"{up} of {members} endpoints up", style="green" if up + asleep == members else "red" if not up else "yellow"
+    )
+    if asleep:
+        text.append(f"  {asleep} not awake", style="cyan")
+    if not (up or asleep or state["stopping"]):
         starting = any(one["health"] == "starting" for one in state["endpoints"])
         text.append("  starting" if starting else "  not ready", style="yellow" if starting else "red")
     if state["stopping"]:
@@ -102,6 +107,9 @@ def offer(state: Fields) -> Text:
     more = f" and {len(models) - MAX_MODELS} more" if len(models) > MAX_MODELS else ""
     what = f"serves {listed}{more}" if models else "no models known yet"
     text = Text(f"{plain(state['listen'])} {what}" if state.get("listen") else what)
+    wanted = [one for one in state.get("models") or () if one["recommended"] not in {None, one["endpoints"]}]
+    for one in wanted[:MAX_MODELS]:
+        text.append(f"\n{_short(plain(one['model']))} has {one['endpoints']} endpoints and needs {one['recommended']}")
     reasons = {one["endpoint"]: one for one in reversed(state["transitions"])}
     ailing = [one for one in state["endpoints"] if one["health"] not in {"up", "starting"} and not one["leaving"]]
     for one in ailing[:MAX_AILING]:
@@ -116,7 +124,7 @@ def offer(state: Fields) -> Text:
 def fleet(endpoints: Sequence[Fields], limit: int | None = None) -> Table:
     """One row each, 80 columns wide at most. With a `limit` those first that need a look."""
     table = Table(box=None, padding=(0, 0, 0, 1), header_style="dim", pad_edge=False)
-    with_roles = any(one.get("role") in ROLES for one in endpoints)
+    with_roles = any(one.get("role") in ROLES or one.get("tier", 1) > 1 for one in endpoints)
     table.add_column("endpoint", no_wrap=True, max_width=MAX_NAME)
     if with_roles:
         table.add_column("", no_wrap=True, min_width=1)
@@ -139,7 +147,8 @@ def _row(one: Fields, *, with_roles: bool) -> Iterator[RenderableType]:
     speed = _known(learned, "prefill_ms_per_token")
     yield Text(_short(plain(one["name"])))
     if with_roles:
-        yield Text(ROLES.get(one.get("role") or "", ""), style="cyan")
+        tier = one.get("tier", 1)
+        yield Text(ROLES.get(one.get("role") or "", "") + (str(tier) if tier > 1 else ""), style="cyan")
     yield _health(one)
     yield f"{one['in_flight']}+{one['elsewhere']}" if one.get("elsewhere") else str(one["in_flight"])
     yield _room(learned)
@@ -175,9 +184,18 @@ def _health(one: Fields) -> Text:
         return Text("leaving", style="yellow")
     if one["draining"]:
         return Text("drained" if not one["in_flight"] else "draining", style="yellow")
+    if sleep := _sleep(one):
+        left = (one.get("sleep") or {}).get("left_s")
+        return Text(sleep if left is None else f"{sleep} {left:.0f} s", style="cyan")
     if one["backing_off"]:
         return Text("backing off", style="yellow")
     return Text(f"slow start {one['share']:.0%}" if one["share"] < 1.0 else health, style=style)
+
+
+def _sleep(one: Fields) -> str:
+    """Its phase, if it is not awake and not just down; else empty."""
+    phase = (one.get("sleep") or {}).get("state", "awake")
+    return "" if phase in {"awake", "unknown"} else plain(phase).replace("_", " ")
 
 
 LEGEND = (
@@ -280,6 +298,9 @@ def _decision(made: Fields, number: int) -> Iterator[RenderableType]:
     where = _pair(made)
     if made.get("second_leg"):
         where = f"decode on {where}"
+    if made.get("tier", 1) > 1:
+        reason = made.get("overflow")
+        where += f" of tier {made['tier']}" + (f" ({plain(reason)})" if reason is not None else "")
     yield Text(f"Attempt {number}: {where}, by {plain(made['policy'])}: {plain(made['because'])}.")
     if (compared := _compared(made)) is not None:
         yield compared

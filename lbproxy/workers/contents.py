@@ -61,6 +61,8 @@ def message_of(record: RequestRecord) -> m.Ended:
         record.first_byte_at,
         record.ended_at,
         None if record.trace is None else f"{record.trace.trace_id:032x}",
+        record.tier,
+        record.overflow,
     )
 
 
@@ -92,6 +94,8 @@ def fill(record: RequestRecord, end: m.Ended) -> RequestRecord:
     record.key = end.key
     record.flow = end.flow
     record.queue_s = end.queue_s
+    record.tier = end.tier
+    record.overflow = end.overflow
     record.placed_at = end.placed_at
     record.first_byte_at = end.first_byte_at
     record.ended_at = end.ended_at
@@ -99,7 +103,7 @@ def fill(record: RequestRecord, end: m.Ended) -> RequestRecord:
     return record
 
 
-def member(endpoint: Endpoint, health: str, handover: Handover, *, draining: bool) -> m.Member:
+def member(endpoint: Endpoint, health: str, handover: Handover, *, draining: bool, dormant: str = "") -> m.Member:
     """What a worker is told of an endpoint. Secrets are in it: it goes to our own processes only."""
     proxy = endpoint.proxy
     credentials = None if proxy is None or proxy.credentials is None else proxy.credentials.reveal()
@@ -115,6 +119,9 @@ def member(endpoint: Endpoint, health: str, handover: Handover, *, draining: boo
         health,
         draining,
         (handover.role.value, handover.connector, handover.bootstrap_port),
+        dormant,
+        endpoint.tier,
+        endpoint.model,
     )
 
 
@@ -129,6 +136,8 @@ def read_endpoint(told: m.Member) -> Endpoint:
         name=told.name,
         base_url=told.base_url,
         rank=told.rank,
+        model=told.model,
+        tier=told.tier,
         weight=told.weight,
         api_key=None if told.api_key is None else ApiKey(told.api_key),
         tls=None if told.tls is None else Tls._make(told.tls),

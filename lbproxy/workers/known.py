@@ -44,15 +44,14 @@ class Known:
 
     # What the balancer process tells
 
-    def replace(self, members: Iterable[tuple[Endpoint, Health, bool, Handover]]) -> None:
-        """The complete set, in order: each with its health, whether it drains, and its part where prefill and decode
-        are apart. A new balancer process gives other
-        uids to the same endpoints.
+    def replace(self, members: Iterable[tuple[Endpoint, Health, bool, Handover, str]]) -> None:
+        """The complete set, in order: each with its health, whether it drains, its part where prefill and decode are
+        apart, and whether it is dormant. A new balancer process gives other uids to the same endpoints.
         """
         before = {one.endpoint.key: one for one in self._states.values()}
         self._states = {}
         moved: dict[EndpointUid, EndpointUid] = {}
-        for endpoint, health, draining, handover in members:
+        for endpoint, health, draining, handover, dormant in members:
             state = before.get(endpoint.key)
             if state is not None and state.endpoint.uid != endpoint.uid:
                 moved[state.endpoint.uid] = endpoint.uid
@@ -62,6 +61,7 @@ class Known:
             state.endpoint = endpoint
             state.health = health
             state.draining = draining
+            state.dormant = dormant
             state.handover = handover
             state.backing_off_until = float("-inf")
             self._states[endpoint.uid] = state
@@ -91,8 +91,8 @@ class Known:
         return self._states.values()
 
     def any_up(self) -> bool:
-        """Whether a member takes requests."""
-        return bool(self._serving.candidates(None))
+        """Whether a member takes requests, or may be woken for them."""
+        return bool(self._serving.candidates(None) or self._serving.dormant)
 
     def model_cards(self) -> list[ModelCard]:
         """See RequestRuntime."""
@@ -110,7 +110,15 @@ class Known:
         if self.owner(ticket.request, now) is not None:
             return False
         tried = {ticket.placed_state.endpoint.uid, *ticket.avoid}
-        return any(one.endpoint.uid not in tried for one in self._serving.candidates(ticket.request.model))
+        members = (one for tier in self._by_tier(ticket.request) for one in tier)
+        return any(one.endpoint.uid not in tried for one in members)
+
+    def _by_tier(self, request: InferenceRequest) -> list[list[EndpointState]]:
+        """Those that may be asked, the lowest tier first. None is above the request's highest tier."""
+        found = self._serving.by_tier(request.model, request.max_tier)
+        if request.model is not None:
+            return found
+        return [[one for one in members if one.endpoint.model is None] for members in found]
 
     # Placing without the balancer process
 
@@ -119,12 +127,20 @@ class Known:
         owner = self.owner(request, now)
         if owner is not None:
             state = self._states.get(owner)
-            return Outcome.RESPONSE_NOT_FOUND if state is None else state
-        members = [one for one in self._serving.candidates(request.model) if one.endpoint.uid not in avoid]
-        if self.has_roles:  # alone, it splits no request
-            members = whole_servers(members)
+            is_there = state is not None and state.endpoint.tier <= request.max_tier
+            return state if state is not None and is_there else Outcome.RESPONSE_NOT_FOUND
+        members: list[EndpointState] = []
+        for tier in self._by_tier(request):
+            members = [one for one in tier if one.endpoint.uid not in avoid]
+            if self.has_roles:  # alone, it splits no request
+                members = whole_servers(members)
+            if members:
+                break
         if not members:
-            unknown = not avoid and self.any_up() and not self._serving.candidates(request.model)
+            served = self._serving.candidates(request.model) or self._serving.may_rise(
+                request.model, (), below=request.max_tier + 1
+            )
+            unknown = not avoid and self.any_up() and not served
             return Outcome.MODEL_NOT_FOUND if unknown else Outcome.NO_ENDPOINTS
         usable = [one for one in members if now >= one.backing_off_until] or members
         return min(usable, key=lambda one: ((one.in_flight + 1) / one.endpoint.weight, one.placed))

@@ -18,7 +18,7 @@ Fields: TypeAlias = tuple[Any, ...]
 """The fields of a NamedTuple."""
 RequestFields: TypeAlias = tuple[
     str, str | None, bool, int, int, tuple[int, ...], int | None, int, str | None, bool, str, float | None, int,
-    str | None, bool, bool, bool, bool, bool, int, int,
+    str | None, bool, bool, bool, bool, bool, int, int, int,
 ]  # fmt: skip
 """The fields of an InferenceRequest."""
 OUTCOMES: Final = tuple(Outcome)
@@ -101,6 +101,8 @@ class Failed(Message, tag=7):
     outcome: int
     first_leg: bool
     """At the endpoint of the first leg, while both run."""
+    retry_after_s: float | None = None
+    """As the endpoint said."""
 
 
 class Stores(Message, tag=8):
@@ -152,6 +154,9 @@ class Ended(Message, tag=10):
     ended_at: float
     trace_id: str | None
     """32 hexadecimal digits, if it is traced."""
+    tier: int = 1
+    overflow: str | None = None
+    """See RequestRecord, like the tier."""
 
 
 class Running(Message, tag=11):
@@ -240,6 +245,8 @@ class Placed(Message, tag=33):
     """See InferenceRequest."""
     first_uid: int
     """Of a second leg, if both were placed: the endpoint of the first; else 0."""
+    overflow: str | None = None
+    """See Ticket."""
 
 
 class Refused(Message, tag=34):
@@ -273,6 +280,11 @@ class Member(Message):
     draining: bool
     handover: Fields
     """See core.engines.handover; the role by its name."""
+    dormant: str = ""
+    """See EndpointState."""
+    tier: int = 1
+    model: str | None = None
+    """Its own name of the model."""
 
 
 class Members(Message, tag=36):

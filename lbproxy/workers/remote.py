@@ -31,7 +31,7 @@ from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.observed.sink import Sink
 from lbproxy.core.queue.flow import Refusal
 from lbproxy.core.queue.stored_responses import StoredResponse
-from lbproxy.core.queue.ticket import Ticket, TicketState
+from lbproxy.core.queue.ticket import Overflow, Ticket, TicketState
 from lbproxy.core.requests.openai import ModelCard
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import DECODE, PREFILL, InferenceRequest, Usage
@@ -273,8 +273,8 @@ class RemoteRuntime(RequestRuntime):
             kinds = tuple(one.value for one in earlier)
             outcome = m.OUTCOME_NUMBERS[verdict.outcome]
             is_first = ticket.request.leg == PREFILL
-            what = error.kind.value, error.detail, error.refused, kinds, verdict.retry, outcome, is_first
-            self._link.send(m.Failed(ticket.number, *what))
+            what = error.kind.value, error.detail, error.refused, kinds, verdict.retry, outcome
+            self._link.send(m.Failed(ticket.number, *what, is_first, error.retry_after_s))
         return verdict
 
     def is_stranded(self, ticket: Ticket) -> bool:
@@ -329,8 +329,9 @@ class RemoteRuntime(RequestRuntime):
 
     def endpoints_of(self, model: str) -> list[tuple[Endpoint, Health]]:
         """See RequestRuntime."""
-        found = [one for one in self.known.members() if one.models and model in one.models and not one.draining]
-        return list({one.endpoint.base_url: (one.endpoint, one.health) for one in found}.values())
+        here = [one for one in self.known.members() if one.endpoint.tier == 1 and not one.draining]
+        found = [one for one in here if one.models and model in one.models]
+        return list({one.endpoint.url_key: (one.endpoint, one.health) for one in found}.values())
 
     @property
     def block_bytes(self) -> int | None:
@@ -408,6 +409,7 @@ class RemoteRuntime(RequestRuntime):
             ticket.submitted_at = message.placed_at
         ticket.predicted_prompt_tokens = message.prompt_tokens
         one.record.explanation = message.explanation
+        ticket.overflow = None if message.overflow is None else Overflow(message.overflow)
         if message.leg == PREFILL:
             ticket.request = ticket.request.as_leg(PREFILL)
         elif message.first_uid:
@@ -452,7 +454,8 @@ class RemoteRuntime(RequestRuntime):
 
     def _on_members(self, message: m.Members) -> None:
         self.known.replace(
-            (read_endpoint(one), Health(one.health), one.draining, read_handover(one)) for one in message.members
+            (read_endpoint(one), Health(one.health), one.draining, read_handover(one), one.dormant)
+            for one in message.members
         )
 
     def _on_models(self, message: m.Models) -> None:

@@ -172,7 +172,8 @@ class Session:
         first = ticket.prefill
         legs = ticket.request.leg, 0 if first is None else first.placed_state.endpoint.uid
         what = placed_at, waited, state.asks_load, prompt_tokens, explanation, *legs
-        self.link.send(m.Placed(job.number, state.endpoint.uid, *what))
+        overflow = None if ticket.overflow is None else ticket.overflow.value
+        self.link.send(m.Placed(job.number, state.endpoint.uid, *what, overflow))
 
     def _refused(self, job: _Job, ticket: Ticket) -> None:
         assert ticket.outcome is not None
@@ -221,7 +222,8 @@ class Session:
 
     def _on_failed(self, message: m.Failed) -> None:
         if (ticket := self._placed(message.number)) is not None:
-            error = UpstreamError(FailureKind(message.kind), message.detail, refused=message.refused)
+            kind, after_s = FailureKind(message.kind), message.retry_after_s
+            error = UpstreamError(kind, message.detail, refused=message.refused, retry_after_s=after_s)
             earlier = [FailureKind(one) for one in message.earlier]
             if message.first_leg and ticket.prefill is not None:
                 ticket = ticket.prefill
@@ -401,7 +403,7 @@ class WorkerServer:
         self._version = version
         snapshots = [one for one in self.runtime.snapshot().endpoints if not one.removed]
         told: dict[EndpointUid, tuple[object, ...]] = {
-            one.endpoint.uid: (one.endpoint, one.health, one.draining) for one in snapshots
+            one.endpoint.uid: (one.endpoint, one.health, one.draining, one.dormant) for one in snapshots
         }
         messages: list[m.ToWorker] = []
         if list(told.items()) != list(self.told.items()):
@@ -419,7 +421,7 @@ class WorkerServer:
     def _members(snapshots: Iterable[Any]) -> m.Members:
         return m.Members(
             [
-                member(one.endpoint, one.health.value, one.handover, draining=one.draining)
+                member(one.endpoint, one.health.value, one.handover, draining=one.draining, dormant=one.dormant)
                 for one in snapshots
                 if not one.removed
             ]

@@ -6,6 +6,7 @@ The word in `<!-- test: WORD -->` above a fence:
   with 0 and print something.
 - `faults` (sh): the same before a running `lbproxy mock`.
 - `lora` (sh): before two simulated servers that take adapters, and an lbproxy that lets clients load them.
+- `sleep` (sh): before two simulated servers that share a GPU, one of them asleep.
 - `keys` (sh): before an lbproxy with the settings above it (tests/e2e/test_docs_examples.py).
 - `traces` (sh): before an lbproxy that sends traces to a collector.
 - `refused` (yaml): settings that are wrong; the next block of the page is exactly what is said about them.
@@ -59,6 +60,7 @@ DEMO = [block for block in BLOCKS if block.mark == "demo"]
 LORA = [block for block in BLOCKS if block.mark == "lora"]
 FAULTS = [block for block in BLOCKS if block.mark == "faults"]
 TRACES = [block for block in BLOCKS if block.mark == "traces"]
+SLEEP = [block for block in BLOCKS if block.mark == "sleep"]
 LOG = [block for block in BLOCKS if block.mark == "log"]
 
 
@@ -72,6 +74,7 @@ def test_marks_are_known_and_used() -> None:
         ("keys", "sh"),
         ("lora", "sh"),
         ("traces", "sh"),
+        ("sleep", "sh"),
         ("refused", "yaml"),
         ("other", "yaml"),
         ("log", "json"),
@@ -167,6 +170,22 @@ def test_adapters_come_and_go_as_the_page_says(block: Block, tmp_path: Path) -> 
     assert '"model":"sql"' in text
 
 
+@pytest.mark.parametrize("block", SLEEP, ids=str)
+def test_a_model_wakes_as_the_page_says(block: Block, tmp_path: Path) -> None:
+    gpu = ("--sleep-mode", "--gpu", f"docs_{os.getpid()}", "--speed", "10")
+    with mock("--model", "chat", *gpu) as (_, chat), mock("--model", "code", "--asleep", *gpu) as (_, code):
+        endpoints = [
+            f"{{url: '{url}', name: {name}, wake: true, host: gpu-1}}" for name, url in (("chat", chat), ("code", code))
+        ]
+        with lbproxy(tmp_path, endpoints) as (process, url, admin):
+            process.wait_for("code is asleep")
+            text = block.text.replace(f"http://{LISTEN}", url).replace(f"http://{ADMIN}", admin)
+            said = printed("sh", text, tmp_path)
+    assert '"text_completion"' in said
+    assert 'lbproxy_endpoint_sleep_state{endpoint="code",state="awake"} 1.0' in said
+    assert 'lbproxy_endpoint_sleep_state{endpoint="chat",state="asleep"} 1.0' in said
+
+
 @one_process("figures of workers arrive twice a second")
 @pytest.mark.parametrize("block", TRACES, ids=str)
 def test_a_request_is_traced_as_the_page_says(block: Block, tmp_path: Path) -> None:
@@ -203,6 +222,8 @@ def live_page(folder: Path) -> str:
                     pool.submit(httpx.post, f"{listen}/v1/completions", json=body | {"max_tokens": 100}, timeout=60)
                 seen = "lbproxy_endpoint_request_limit{"
                 run(until(lambda: seen in httpx.get(f"{admin}/metrics").text, "it was scraped while some waited"))
+            seen = "lbproxy_recommended_endpoints{"
+            run(until(lambda: seen in httpx.get(f"{admin}/metrics").text, "the models were looked at"))
             seen = 'lbproxy_state_writes_total{result="written"} 0.0'
             run(until(lambda: seen not in httpx.get(f"{admin}/metrics").text, "the state file was written"))
             return httpx.get(f"{admin}/metrics").text

@@ -59,7 +59,12 @@ ELSEWHERE = {
     ("replicas.md", "save"): "tests/extras/test_redis_permissions.py: a server with these options",
     ("replicas.md", "ACL SETUSER"): "tests/extras/test_redis_permissions.py",
     ("traces.md", "docker build"): "tests/test_deploy.py: which lock that argument installs",
+    (
+        "autoscaling.md",
+        "wanted=$(lbproxy status",
+    ): "tests/control/admin/test_api.py: `models` of the state; the rest needs jq",
     ("disaggregation.md", "vllm serve"): "tests/real/test_disaggregation.py starts vLLM with these roles",
+    ("sleep.md", "VLLM_SERVER_DEV_MODE"): "another program's; tests/control/sleeping/test_sleep_calls.py: its API",
     ("operations.md", "python3 -m venv /opt"): "tests/test_deploy.py: the unit; the rest needs root and systemd",
 }
 """How a block begins, and what looks at the same thing."""

@@ -82,7 +82,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     for name, _, labels, *_ in cells(generated(DOCS / "metrics.md", "families of replicas")):
         if labels == "replica":  # of another one, and there is none
             found[name.strip("`")] |= {labels, *SCRAPED}
-    for name, kind, labels, *_ in cells(generated(DOCS / "metrics.md", "families of split requests")):
+    pages = [generated(DOCS / "metrics.md", f"families of {what}") for what in ("split requests", "tiers")]
+    for name, kind, labels, *_ in [row for page in pages for row in cells(page)]:
         suffixes = ("_bucket", "_sum", "_count") if kind == "histogram" else ("",)
         for suffix in suffixes:
             more = {"le"} if suffix == "_bucket" else set()

@@ -8,7 +8,7 @@ import random
 
 import h11
 
-from lbproxy.net.connections.h1 import ChunkedFraming, ProtocolError
+from lbproxy.net.connections.h1 import ChunkedFraming, PayloadWatcher, ProtocolError
 from tests.fuzz.mutate import pieces
 from tests.fuzz.oracle import DifferenceError
 from tests.fuzz.strictness import explain
@@ -30,7 +30,7 @@ TOKENS = [
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
-class Payload:
+class Payload(PayloadWatcher):
     """Keeps the payload."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from lbproxy.config.balancing import BalancingSettings
 from lbproxy.config.sections.endpoints import ScrapeSettings
 from lbproxy.config.sections.flows import FlowsSettings
 from lbproxy.config.sections.health import BreakerSettings, HealthSettings
-from lbproxy.config.sections.routing import AdmissionSettings, RetrySettings, RoutingSettings
+from lbproxy.config.sections.routing import AdmissionSettings, OverflowSettings, RetrySettings, RoutingSettings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec, EndpointUid
 from lbproxy.core.endpoints.health import Transition
@@ -57,6 +57,7 @@ def make_balancer(
     breaker: BreakerSettings | None = None,
     scorers: dict[str, float] | None = None,
     flows: FlowsSettings | None = None,
+    overflow: OverflowSettings | None = None,
     seed: int = 0,
 ) -> Balancer:
     routing = RoutingSettings.model_validate({"policy": policy, "scorers": scorers})
@@ -69,6 +70,7 @@ def make_balancer(
             retry=retry or RetrySettings(),
             breaker=breaker or BreakerSettings(),
             flows=flows or FlowsSettings(),
+            overflow=overflow or OverflowSettings(),
         ),
         rng=random.Random(seed),
     )

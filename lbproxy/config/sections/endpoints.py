@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import InitErrorDetails
@@ -14,6 +14,7 @@ from lbproxy.config.section import Section, ShortSection
 from lbproxy.config.sections.clients import Address, leads_to
 from lbproxy.config.sections.engines import BUILT_IN_ENGINES
 from lbproxy.config.sections.proxies import ProxyUrl
+from lbproxy.config.sleep import ColdStartSettings, check_host_name
 from lbproxy.config.values import (
     PATH,
     Interval,
@@ -22,7 +23,9 @@ from lbproxy.config.values import (
     Timeout,
     check_model_name,
     count,
+    duration,
     expected,
+    read_base_url,
     read_dns_url,
     read_host,
     read_nameserver,
@@ -34,6 +37,8 @@ from lbproxy.config.values import (
 
 MAX_NAMESERVERS = 8
 MAX_MODELS = 1000
+Tier: TypeAlias = Annotated[int, count("1", "9")]
+Limit: TypeAlias = Annotated[int, count("1", "1000000000")] | None
 OWN_ENGINES = "own engines"
 """Key of the validation context: the names in `engines`, which the endpoints' engines are among."""
 FOLDER = "folder"
@@ -84,8 +89,9 @@ class EndpointSettings(ShortSection):
 
     url: str
     """`http://host:port`; `dns+http://name:port` = every address of the name; `srv+http://name` = every server of its
-    SRV records; or these with https. No path. Default port: 80, with https 443. `unix:/path` = a server on a Unix
-    socket of this machine. `file:path` = the endpoints that a file lists."""
+    SRV records; or these with https. Default port: 80, with https 443. A single server may have a path, as in the
+    `base_url` of OpenAI's SDK: `https://host/openai/v1`. `unix:/path` = a server on a Unix socket of this machine.
+    `file:path` = the endpoints that a file lists."""
     name: str = ""
     """Its name in logs, metrics and responses: 1 to 64 letters, digits and `._:[]-`. Default: the URL's host:port, or
     the name of its socket or file."""
@@ -101,6 +107,19 @@ class EndpointSettings(ShortSection):
     models: tuple[str, ...] | None = None
     """A list of models: it serves exactly these, and its model list is not read. null = the models in its
     /v1/models."""
+    model: str | None = None
+    """Its own name of the model, sent to it in place of those in `models`, which is required then. null = it knows them
+    by their names."""
+    tier: Tier = 1
+    """1 to 9. An endpoint is used only if no endpoint of a lower tier can take the request: docs/overflow.md."""
+    max_in_flight: Limit = None
+    """Requests in flight there; null = no limit of its own."""
+    requests_per_minute: Limit = None
+    """Requests that it gets a minute; others go elsewhere, or wait. null = no limit."""
+    tokens_per_minute: Limit = None
+    """Tokens of prompts and responses, likewise. null = no limit."""
+    tokens_per_day: Annotated[int, count("1", "1000000000000")] | None = None
+    """Tokens of prompts and responses in any 24 hours, since lbproxy was started. null = no limit."""
     weight: Annotated[float, Quantity("0.001", "100000", "a number", whole=False)] = 1.0
     """Its capacity relative to the others: for least-request, p2c and random. adaptive and min-ttft use it as the speed
     until they have measured the speed; other policies ignore it."""
@@ -127,6 +146,19 @@ class EndpointSettings(ShortSection):
     = not read."""
     kv_events_replay: str | None = None
     """Where it replays events that were lost: `tcp://host:port`, or `:port`. null = lost events are not asked for."""
+    wake: bool = False
+    """It may be asleep (vLLM's sleep mode, docs/sleep.md): it is woken when requests wait for its models."""
+    sleep_after: Annotated[float, duration("1s", "168h")] | None = None
+    """Seconds without a request after which it is put to sleep. Needs wake. null = only if another of its `host` is
+    wanted."""
+    sleep_level: Literal[1, 2] = 1
+    """1: its weights stay in its memory, outside the GPU. 2: they are discarded, and it reads them again when it
+    wakes."""
+    host: str | None = None
+    """Name of a group of endpoints that share GPUs, of which only one is awake at a time, or as many as `hosts` says.
+    Needs wake or cold_start."""
+    cold_start: ColdStartSettings | None = None
+    """A webhook that starts it when requests wait and it is not there. Needs models."""
     api_key: SecretStr | None = None
     """Sent to it as `Authorization: Bearer`, instead of the client's. Write ${NAME} rather than the key."""
     proxy: ProxyUrl | None = None
@@ -146,18 +178,18 @@ class EndpointSettings(ShortSection):
         if isinstance(value, str):
             if value.startswith("file:"):
                 return "file:" + _absolute(re.sub("^//+", "/", value[5:]), info)
-            url = read_origin(value, root_only=True) or read_dns_url(value) or read_srv_url(value)
+            url = read_base_url(value) or read_dns_url(value) or read_srv_url(value)
             url = url or read_unix_url(value)
             if url is not None:
                 return url
-        forms = "http://host:port, dns+http://name:port, srv+http://name (or https; no path), unix:/path or file:path"
+        forms = "http://host:port, dns+http://name:port, srv+http://name (or https), unix:/path or file:path"
         raise expected(forms)
 
     @field_validator("name", mode="before")
     @classmethod
     def _default_name(cls, value: object, info: ValidationInfo) -> object:
         url = info.data.get("url")
-        name = (url.rpartition("/")[2].removeprefix("file:") if url else "unnamed") if value in (None, "") else value
+        name = (_last_part(url) if url else "unnamed") if value in (None, "") else value
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9._:\[\]-]{1,64}", name):
             raise expected("1 to 64 letters, digits or any of ._:[]-")
         return name
@@ -209,6 +241,13 @@ class EndpointSettings(ShortSection):
             raise expected(f"1 to {MAX_MODELS} models, or null")
         return tuple(dict.fromkeys(map(check_model_name, value)))
 
+    @field_validator("model", mode="after")
+    @classmethod
+    def _check_own_name(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and info.data.get("models", ()) is None:
+            raise expected("nothing here without models (the names that clients use for it)")
+        return None if value is None else check_model_name(value)
+
     @field_validator("kv_events", mode="after")
     @classmethod
     def _check_events(cls, value: str | None, info: ValidationInfo) -> str | None:
@@ -231,6 +270,38 @@ class EndpointSettings(ShortSection):
             how = f"{ranks} ports beside the {ranks} of kv_events" if ranks > 1 else "another port than kv_events"
             raise expected(f"{how} (a rank has the port above it by its number)")
         return _on_a_host(read, info)
+
+    @field_validator("wake", mode="after")
+    @classmethod
+    def _may_wake(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("role") in {"prefill", "decode"}:
+            raise expected("false with role prefill or decode")
+        return value
+
+    @field_validator("sleep_after", mode="after")
+    @classmethod
+    def _can_sleep(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and not info.data.get("wake", True):
+            raise expected("null, unless wake is true")
+        return value
+
+    @field_validator("host", mode="after")
+    @classmethod
+    def _check_host(cls, value: str | None) -> str | None:
+        return None if value is None else check_host_name(value)
+
+    @field_validator("cold_start", mode="after")
+    @classmethod
+    def _is_one(cls, value: ColdStartSettings | None, info: ValidationInfo) -> ColdStartSettings | None:
+        if value is None:
+            if info.data.get("host") is not None and not info.data.get("wake", True):
+                raise expected("a webhook, or wake: true, with host")
+            return None
+        if info.data.get("models", ()) is None:
+            raise expected("null, unless models names what it serves")
+        if info.data.get("health", "/") is None or _is_name(info.data.get("url", "")):
+            raise expected("null, unless the endpoint is one server that is probed (health)")
+        return value
 
     @field_validator("api_key", mode="after")
     @classmethod
@@ -272,7 +343,17 @@ class EndpointSettings(ShortSection):
     @property
     def authority(self) -> str:
         """The URL's `host:port`. Of an SRV name the name, of a Unix socket the whole URL."""
-        return self.url if self.is_unix else self.url.rpartition("/")[2]
+        if self.is_unix or self.is_file:
+            return self.url if self.is_unix else self.url.rpartition("/")[2]
+        return self.url.partition("://")[2].partition("/")[0]
+
+    @property
+    def place(self) -> str:
+        """What no two endpoints have in common: the authority, with the URL's path and `model` if there are any."""
+        if self.is_file:
+            return self.authority
+        place = self.url if self.is_unix else self.url.partition("://")[2]
+        return place if self.model is None else f"{place} {self.model}"
 
     @property
     def path(self) -> str:
@@ -281,8 +362,8 @@ class EndpointSettings(ShortSection):
 
     @property
     def base_url(self) -> str:
-        """Where requests go: `http://host:port`, `https://host:port` or `unix:/path`. Of an endpoint, not of a name."""
-        return self.url if self.is_unix else f"{self.scheme}://{self.authority}"
+        """Where requests go: `http[s]://host:port[/prefix]` or `unix:/path`. Of an endpoint, not of a name."""
+        return self.url
 
     @property
     def scheme(self) -> str:
@@ -330,6 +411,14 @@ def _on_a_host(read: Publisher | None, info: ValidationInfo) -> str | None:
     if read.port + (info.data.get("ranks") or 1) - 1 > 65535:
         raise expected("a port that leaves one to each rank")
     return str(read)
+
+
+def _last_part(url: str) -> str:
+    """What an endpoint without a name is called."""
+    scheme, _, rest = url.partition("://")
+    return (
+        rest.partition("/")[0] if scheme.endswith(("http", "https")) else url.rpartition("/")[2].removeprefix("file:")
+    )
 
 
 def _is_name(url: str) -> bool:

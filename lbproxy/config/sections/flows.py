@@ -36,6 +36,10 @@ class FlowSettings(Section):
     tokens_per_minute: Limit = None
     """Tokens of prompts and responses, as endpoints count them; 429 while more were used. null = no limit."""
 
+    max_tier: Annotated[int, count("1", "9")] | None = None
+    """The highest tier of endpoints that its requests may go to: 1 keeps prompts on the first. Holds for the flow, and
+    for the API key of that name whichever flow its requests choose. null = any."""
+
 
 class FlowsSettings(Section):
     """Fair shares of capacity between the flows of different clients."""

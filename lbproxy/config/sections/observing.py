@@ -1,4 +1,6 @@
-"""Settings of what is kept of requests: their decisions, to be explained, and traces, and who gets these."""
+"""Settings of what is shown of requests and models: decisions, to be explained, traces and who gets these, and how many
+endpoints are recommended.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from typing import Annotated
 from pydantic import Field, SecretStr, field_validator
 
 from lbproxy.config.section import Section
-from lbproxy.config.values import PATH, Quantity, Timeout, count, expected, read_origin
+from lbproxy.config.values import PATH, Quantity, Timeout, count, duration, expected, read_origin
 
 DEFAULT_PATH = "/v1/traces"
 MAX_HEADERS = 32
@@ -85,3 +87,12 @@ class ExplainSettings(Section):
     def wanted(self) -> bool:
         """Whether decisions have to say why."""
         return self.header or self.requests > 0
+
+
+class AutoscalingSettings(Section):
+    """How many endpoints lbproxy recommends for each model (docs/autoscaling.md)."""
+
+    ttft: Timeout = 2.0
+    """The time to the first token that 95 % of requests are to have."""
+    window: Annotated[float, duration("10s", "24h")] = 300.0
+    """Fewer endpoints are recommended when they have been enough for this long; more are recommended at once."""

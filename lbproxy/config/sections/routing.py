@@ -75,6 +75,14 @@ class AdmissionSettings(Section):
     first come, first served. A higher priority goes before both."""
 
 
+class OverflowSettings(Section):
+    """When requests go to endpoints of a higher tier (docs/overflow.md)."""
+
+    after: Annotated[float, duration("0s", "1h")] | None = None
+    """A request goes to a higher tier if it would wait longer than this for a lower one, as predicted, or has waited so
+    long. null = only if no endpoint of a lower tier can take it: all are down, or it would be refused."""
+
+
 class RetrySettings(Section):
     """Retries after an endpoint fails a request before the first byte of the response."""
 

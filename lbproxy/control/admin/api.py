@@ -21,10 +21,11 @@ from lbproxy.config.text import ConfigError
 from lbproxy.config.tree import Settings
 from lbproxy.control.admin.feed import Feed
 from lbproxy.control.admin.openapi import ENTRY, EVENTS, document
-from lbproxy.control.admin.state import State, drain_progress
+from lbproxy.control.admin.state import State, drain_progress, sleep_fields
 from lbproxy.control.discovery.overlay import UnknownEntryError
 from lbproxy.control.telemetry.history import History
 from lbproxy.control.telemetry.recent import MAX_SUMMARIES, Fields
+from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.endpoints.state import EndpointSnapshot
 from lbproxy.core.requests.openai import REASON_FIELD
 from lbproxy.runtime import Runtime
@@ -67,6 +68,10 @@ class Steering(Protocol):
 
     def origin(self, name: str) -> str:
         """Where an endpoint comes from."""
+        ...
+
+    def set_awake(self, uid: EndpointUid, awake: bool) -> str | None:
+        """Have an endpoint woken, or put to sleep. Returns why that cannot be."""
         ...
 
 
@@ -153,6 +158,8 @@ class Api:
             Route("DELETE", one, self._remove, "Remove an endpoint; its requests finish", "Removed", (200, 404, 409)),
             Route("POST", f"{one}/drain", self._drain, "Stop sending new requests to it", "Drain", (200, 404), body={}),
             Route("POST", f"{one}/undrain", self._undrain, "Send requests to it again", "Drain", (200, 404), body={}),
+            Route("POST", f"{one}/wake", self._wake, "Wake it", "Sleep", (200, 404, 409), body={}),
+            Route("POST", f"{one}/sleep", self._sleep, "Put it to sleep", "Sleep", (200, 404, 409), body={}),
             Route(
                 "GET",
                 "/admin/decisions",
@@ -289,6 +296,22 @@ class Api:
 
     async def _undrain(self, request: web.Request) -> web.Response:
         return self._set_draining(request, False)
+
+    async def _wake(self, request: web.Request) -> web.Response:
+        return self._set_awake(request, True)
+
+    async def _sleep(self, request: web.Request) -> web.Response:
+        return self._set_awake(request, False)
+
+    def _set_awake(self, request: web.Request, awake: bool) -> web.Response:
+        name, found = request.match_info["name"], self._named(request)
+        problem = self._steering.set_awake(found[0].endpoint.uid, awake)
+        what = "be woken" if awake else "be put to sleep"
+        if problem is not None:
+            raise ApiError(409, "not_possible", f"{name} cannot {what}: {problem}.")
+        _log(f"endpoint %s is to {what}", name)
+        uid = found[0].endpoint.uid
+        return _json({"name": name, "sleep": sleep_fields(self._runtime.snapshot().sleep.get(uid))})
 
     def _set_draining(self, request: web.Request, draining: bool) -> web.Response:
         name, found = request.match_info["name"], self._named(request)

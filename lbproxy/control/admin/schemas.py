@@ -13,7 +13,8 @@ from typing import TypeAlias
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.engines.handover import Role
 from lbproxy.core.observed.learned import FULL_BY, EndpointLearned, PoolLearned
-from lbproxy.core.queue.ticket import Wait
+from lbproxy.core.queue.ticket import Overflow, Wait
+from lbproxy.core.sleeping.phase import Phase
 
 Schema: TypeAlias = dict[str, object]
 
@@ -75,12 +76,22 @@ _ERROR = record(message=TEXT, type=TEXT, param=_maybe(TEXT), code=TEXT) | {
 }
 _ERROR["properties"] = {**_ERROR["properties"], "problems": _list(TEXT)}  # type: ignore[dict-item]
 
+_SLEEP = record(
+    state=_one_of(one.value for one in Phase),
+    for_s=NUMBER,
+    left_s=_maybe(NUMBER),
+    failures=COUNT,
+    host=_maybe(TEXT),
+)
+
 _ENDPOINT = record(
     name=TEXT,
     url=TEXT,
     engine=TEXT,
     role=_one_of(one.value for one in Role),
     connector=_maybe(TEXT),
+    tier=COUNT,
+    limits_used=_each(NUMBER),
     from_=TEXT,
     health=_HEALTH,
     draining=FLAG,
@@ -101,6 +112,7 @@ _ENDPOINT = record(
     models=_maybe(_list(TEXT)),
     learned=_maybe(_learned(EndpointLearned)),
     recent=_maybe(record(requests=COUNT, failed=COUNT, first_byte_ms=_maybe(NUMBER), hit_ratio=_maybe(NUMBER))),
+    sleep=_maybe(_SLEEP),
 )
 
 _REPLICA = record(
@@ -151,6 +163,16 @@ _STATE = record(
         age_at_start_s=_maybe(NUMBER), bytes=_maybe(COUNT), written_at=_maybe(STAMP), writes=_each(COUNT)
     ),
     endpoints=_list(ref("Endpoint")),
+    models=_list(
+        record(
+            model=TEXT,
+            endpoints=COUNT,
+            recommended=_maybe(COUNT),
+            waiting=COUNT,
+            predicted_wait_s=_maybe(NUMBER),
+            room=_maybe(NUMBER),
+        )
+    ),
     queue=record(
         waiting=COUNT,
         bytes=COUNT,
@@ -210,6 +232,8 @@ _DECISION = record(
     endpoint=TEXT,
     decode_on=_maybe(TEXT),
     second_leg=FLAG,
+    tier=COUNT,
+    overflow=_maybe(_one_of(one.value for one in Overflow)),
     lowest_costs=record(whole=_maybe(NUMBER), split=_maybe(NUMBER)),
     because=TEXT,
     cost=_maybe(NUMBER),
@@ -246,6 +270,7 @@ COMPONENTS: dict[str, Schema] = {
     "Added": record(name=TEXT, keep=FLAG, endpoint=_maybe(ref("Endpoint"))),
     "Removed": record(name=TEXT, removed=FLAG, in_flight=COUNT, note=_maybe(TEXT)),
     "Drain": _DRAIN,
+    "Sleep": record(name=TEXT, sleep=_maybe(_SLEEP)),
     "State": _STATE,
     "Point": _POINT,
     "History": record(points=_list(ref("Point"))),

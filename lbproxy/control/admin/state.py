@@ -20,6 +20,7 @@ from lbproxy.control.telemetry.recent import Fields, Recent
 from lbproxy.core.endpoints.state import EndpointSnapshot
 from lbproxy.core.observed.learned import EndpointLearned, QueueSnapshot
 from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.sleeping.sleepers import SleepSnapshot
 from lbproxy.runtime import Runtime
 
 RECENT_TRANSITIONS = 20
@@ -95,6 +96,7 @@ class State:
             "settings": {"accepted": loads.succeeded, "at": stamp(loads.succeeded_at)},
             "state_file": _state_file(loads.state),
             "endpoints": self.endpoints(),
+            "models": [_rounded(one._asdict()) for one in self._runtime.snapshot().models],
             "queue": _queue(self._runtime.queue()),
             "learned": None if learned is None else _rounded(asdict(learned[0])),
             "transitions": self.recent.transitions()[:RECENT_TRANSITIONS],
@@ -104,10 +106,11 @@ class State:
         """In the order of the settings, then those that are leaving."""
         learned = self._runtime.learned()
         by_uid = {} if learned is None else learned[1]
-        digests = self.recent.by_endpoint()
+        digests, snapshot = self.recent.by_endpoint(), self._runtime.snapshot()
         return [
             self._endpoint(one, by_uid.get(one.endpoint.uid), digests.get(one.endpoint.name))
-            for one in self._runtime.snapshot().endpoints
+            | {"sleep": sleep_fields(snapshot.sleep.get(one.endpoint.uid))}
+            for one in snapshot.endpoints
         ]
 
     def find(self, name: str) -> list[EndpointSnapshot]:
@@ -128,6 +131,8 @@ class State:
             "engine": endpoint.engine,
             "role": one.handover.role.value,
             "connector": one.handover.connector,
+            "tier": endpoint.tier,
+            "limits_used": {name: round(share, 4) for name, share in one.limits_used},
             "from": self._origin(endpoint.server),
             "health": one.health.value,
             "draining": one.draining,
@@ -162,6 +167,19 @@ def drain_progress(name: str, found: Sequence[EndpointSnapshot]) -> Fields:
         "in_flight": in_flight,
         "awaiting_first_byte": sum(one.awaiting_first_byte for one in found),
         "drained": draining and not in_flight,
+    }
+
+
+def sleep_fields(one: SleepSnapshot | None) -> Fields | None:
+    """Of an endpoint that may sleep."""
+    if one is None:
+        return None
+    return {
+        "state": one.phase.value,
+        "for_s": round(one.since_s, 3),
+        "left_s": None if one.left_s is None else round(one.left_s, 3),
+        "failures": one.failures,
+        "host": one.host,
     }
 
 

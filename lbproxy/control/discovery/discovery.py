@@ -139,7 +139,7 @@ class Entries:
     def up(self, down: Collection[str]) -> list[EndpointSettings]:
         """Those that are not known to be down."""
         gone = {one.entry for one in self.names if down and set(one.authorities) <= set(down)}
-        gone.update(one for one in self.addresses if one.authority in down)
+        gone.update(one for one in self.addresses if one.place in down)
         return [one for one in self.entries if one not in gone]
 
 
@@ -262,9 +262,9 @@ class Discovery:
 
         for entries in self._all():
             for entry in entries.addresses:
-                if entry.authority not in specs and len(specs) < MAX_ENDPOINTS:
+                if entry.place not in specs and len(specs) < MAX_ENDPOINTS:
                     name = entry.name if entry.name not in taken else f"{entry.name}/{entry.authority}"
-                    specs[entry.authority] = spec_of(entry, name, entries.certificates)
+                    specs[entry.place] = spec_of(entry, name, entries.certificates)
                     taken.add(name)
         for entries in self._all():
             for one in entries.names:
@@ -384,15 +384,15 @@ class Discovery:
 
 
 def _shown(entries: Entries) -> list[str]:
-    return [one.authority for one in entries.entries]
+    return [one.place for one in entries.entries]
 
 
 def _down(endpoints: Sequence[EndpointSnapshot]) -> set[str]:
     """The `host:port` of members that are down. One that is leaving may have a successor there, which stands before."""
     health: dict[str, Health] = {}
     for one in endpoints:
-        health.setdefault(one.endpoint.authority, one.health)
-    return {authority for authority, verdict in health.items() if verdict is Health.DOWN}
+        health.setdefault(one.endpoint.place, one.health)
+    return {place for place, verdict in health.items() if verdict is Health.DOWN}
 
 
 def _log_change(entry: EndpointSettings, before: Sequence[str], now: Sequence[str], found: int) -> None:

@@ -44,14 +44,14 @@ class Membership:
 
     def found_ranks(self, endpoint: Endpoint, ranks: int) -> None:
         """The metrics of a server show so many ranks. See `Scraping.found_ranks`."""
-        self._ranks[endpoint.base_url] = ranks
+        self._ranks[endpoint.url_key] = ranks
         what = f"{ranks} data-parallel ranks, an endpoint each" if ranks > 1 else "no data-parallel ranks any more"
         logger.info("%s has %s", endpoint.server, what, extra={"event": "ranks", "endpoint": endpoint.server})
         self.adopt(self._servers)
 
     def _endpoints(self, servers: Sequence[EndpointSpec]) -> Iterator[EndpointSpec]:
         for server in servers:
-            ranks = self._ranks.get(server.base_url, 1) if server.ranks is None else server.ranks
+            ranks = self._ranks.get(server.url_key, 1) if server.ranks is None else server.ranks
             if ranks == 1:
                 yield server
             else:
@@ -63,7 +63,7 @@ class Membership:
         """
         self._servers = servers
         if self._ranks:
-            urls = {one.base_url for one in servers}
+            urls = {one.url_key for one in servers}
             self._ranks = {url: ranks for url, ranks in self._ranks.items() if url in urls}
         specs = list(self._endpoints(servers))
         if self._rest is not None:

@@ -95,11 +95,11 @@ class Overlay:
     def over(self, before: Settings, fresh: Settings) -> tuple[Overlay, Settings]:
         """After a reload. `before`: what was in force; `fresh`: what the file says. Raises ConfigError."""
         names = {one.name for one in fresh.endpoints}
-        urls = {one.url for one in fresh.endpoints}
+        places = {one.place for one in fresh.endpoints}
         kept: list[EndpointSettings] = [
             one
             for one in before.endpoints
-            if self.added.get(one.name) and one.name not in names and one.url not in urls
+            if self.added.get(one.name) and one.name not in names and one.place not in places
         ]
         if not kept:
             return Overlay(), fresh

@@ -14,8 +14,9 @@ from typing import TypeAlias
 from lbproxy.config.sections.endpoints import EndpointSettings
 from lbproxy.config.sections.proxies import ProxyUrl
 from lbproxy.control.discovery.known_names import Member
+from lbproxy.core.capacity.allowance import Bounds
 from lbproxy.core.endpoints.credentials import ApiKey, Proxy, Tls
-from lbproxy.core.endpoints.endpoint import EndpointSpec
+from lbproxy.core.endpoints.endpoint import ColdStart, EndpointSpec, SleepSpec
 from lbproxy.core.engines.handover import Role
 
 Certificates: TypeAlias = Mapping[str, str]
@@ -61,6 +62,9 @@ def _common(entry: EndpointSettings) -> Callable[..., EndpointSpec]:
         metrics=entry.metrics,
         health=entry.health,
         models=entry.models,
+        model=entry.model,
+        tier=entry.tier,
+        bounds=_bounds(entry),
         kv_cache_tokens=entry.kv_cache_tokens,
         ranks=entry.ranks or None,
         role=None if entry.role == "auto" else Role(entry.role),
@@ -68,9 +72,24 @@ def _common(entry: EndpointSettings) -> Callable[..., EndpointSpec]:
         bootstrap_port=entry.bootstrap_port,
         kv_events=entry.kv_events,
         kv_events_replay=entry.kv_events_replay,
+        sleep=_sleep(entry),
         api_key=None if entry.api_key is None else ApiKey(entry.api_key.get_secret_value()),
         proxy=None if entry.proxy is None else _proxy(entry.proxy),
     )
+
+
+def _sleep(entry: EndpointSettings) -> SleepSpec | None:
+    hook = entry.cold_start
+    token = None if hook is None or hook.token is None else ApiKey(hook.token.get_secret_value())
+    if not entry.wake and hook is None:
+        return None
+    cold_start = None if hook is None else ColdStart(hook.url, hook.timeout, token)
+    return SleepSpec(entry.wake, entry.sleep_after, entry.sleep_level, entry.host, cold_start)
+
+
+def _bounds(entry: EndpointSettings) -> Bounds | None:
+    bounds = Bounds(entry.max_in_flight, entry.requests_per_minute, entry.tokens_per_minute, entry.tokens_per_day)
+    return None if bounds == Bounds() else bounds
 
 
 def _proxy(url: ProxyUrl) -> Proxy:

@@ -28,6 +28,7 @@ from lbproxy.core.requests.openai import ModelCard, read_model_list
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.net.connections.fetch import Response, fetch
 from lbproxy.net.connections.pool import ConnectionPool
+from lbproxy.net.dialing.below import below
 from lbproxy.net.dialing.origin import Origin
 from lbproxy.runtime import Runtime
 
@@ -124,7 +125,9 @@ async def _get(
     endpoint: EndpointSpec, path: str, connections: ConnectionPool, timeout_s: float, max_bytes: int
 ) -> Response:
     origin, key = Origin.parse(endpoint.base_url, endpoint.tls, endpoint.proxy), endpoint.api_key
-    return await fetch(connections, origin, path, timeout_s=timeout_s, max_bytes=max_bytes, key=key)
+    return await fetch(
+        connections, origin, below(endpoint.base_url, path), timeout_s=timeout_s, max_bytes=max_bytes, key=key
+    )
 
 
 class Prober:
@@ -152,7 +155,7 @@ class Prober:
 
     async def run(self) -> None:
         """Until cancelled."""
-        with self._runtime.reads_models(self._endpoint.base_url, self):
+        with self._runtime.reads_models(self._endpoint.url_key, self):
             await self._keep_asking()
 
     async def _keep_asking(self) -> None:

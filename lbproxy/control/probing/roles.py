@@ -26,7 +26,7 @@ class Pool(Protocol):
     """Where endpoints are read: the Runtime."""
 
     @property
-    def has_roles(self) -> bool:
+    def splits(self) -> bool:
         """Whether any endpoint has the role prefill or decode."""
         ...
 
@@ -60,7 +60,7 @@ class RoleWatch:
         self._last = frozenset(found)
 
     def _has_roles(self) -> bool:
-        return self._pool.has_roles or any(one.role not in {"auto", "both"} for one in self._settings().endpoints)
+        return self._pool.splits or any(one.role not in {"auto", "both"} for one in self._settings().endpoints)
 
     def _parts(self) -> list[Part]:
         endpoints = self._pool.snapshot().endpoints

@@ -38,6 +38,7 @@ from lbproxy.core.engines.server_info import connector_of
 from lbproxy.core.requests.retry import UpstreamError
 from lbproxy.net.connections.fetch import fetch
 from lbproxy.net.connections.pool import ConnectionPool
+from lbproxy.net.dialing.below import below
 from lbproxy.net.dialing.origin import Origin
 from lbproxy.runtime import Runtime
 
@@ -135,6 +136,8 @@ def _target(
     A Unix socket has no other ports.
     """
     there = own if port is None or own.socket_path is not None else Origin((own[0], port), own[2], own[3])
+    if port is None:
+        path = below(endpoint.base_url, path)
     return Target(there, path, place, endpoint.api_key if there == own else None)
 
 

@@ -139,6 +139,9 @@ def _more(record: RequestRecord) -> bytes:
         more += f',"prefill":{_quoted(record.prefill, MAX_FIELD_CHARS)},"prefill_ms":{took}'
     if flow is not None and flow not in (key, ANONYMOUS):
         more += f',"flow":{_quoted(flow, MAX_FIELD_CHARS)}'
+    if record.tier > 1:
+        reason = "null" if record.overflow is None else f'"{record.overflow}"'
+        more += f',"tier":{record.tier},"overflow":{reason}'
     if record.alias is not None:
         more += f',"alias":{_quoted(record.alias, MAX_FIELD_CHARS)}'
     if record.trace is not None:

@@ -41,6 +41,7 @@ WAITS: Final[dict[Wait, str]] = {
     Wait.FULL: "every endpoint had the maximum number of requests, or none was probed yet",
     Wait.BEHIND: "other requests already waited for its best endpoint",
     Wait.FLOW: "its flow had the maximum number of requests",
+    Wait.WAKING: "every endpoint that serves its model was asleep or not awake yet",
 }
 FULL: Final[dict[str, str]] = {
     "requests": "ran as many requests as it could",
@@ -226,6 +227,8 @@ def _decision(made: Decision, offset: float) -> Fields:
         "endpoint": made.chosen.name,
         "decode_on": _partner(made, made.chosen_state),
         "second_leg": made.is_second,
+        "tier": made.chosen.tier,
+        "overflow": made.overflow,
         "lowest_costs": {"whole": _rounded(whole), "split": _rounded(split)},
         "because": _because(made),
         "cost": _rounded(made.cost),

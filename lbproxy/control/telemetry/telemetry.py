@@ -55,7 +55,9 @@ from lbproxy.control.families.endpoints import one_per_name, render_endpoints
 from lbproxy.control.families.histogram import Histogram
 from lbproxy.control.families.kv_events import KvEvents, kv_families
 from lbproxy.control.families.replicas import Replicas, replica_families
-from lbproxy.control.families.splits import SplitCounts
+from lbproxy.control.families.scaling import scaling_families
+from lbproxy.control.families.sleeping import Sleeping, sleep_families
+from lbproxy.control.families.tiers import PlacementCounts
 from lbproxy.control.probing.scraper import Scraper
 from lbproxy.control.telemetry import access_line as line
 from lbproxy.control.telemetry.access_line import LEVELS, OUTCOMES, access_line
@@ -137,6 +139,7 @@ class _Processes:
     workers: Workers | None = None
     replicas: Replicas | None = None
     kv_events: KvEvents | None = None
+    sleeping: Sleeping | None = None
 
 
 class _RouteTimes:
@@ -180,7 +183,7 @@ class Telemetry:
         """Of prompts, as expected and as endpoints said, over the responses that say."""
         self._bytes = [0, 0]
         """Of requests and of responses."""
-        self._split = SplitCounts()
+        self._special = PlacementCounts()
         self._transitions: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._ejections: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._model_labels: dict[str, str] = {}
@@ -226,6 +229,10 @@ class Telemetry:
     def watch_kv_events(self, events: KvEvents) -> None:
         """Show how the KV events of endpoints arrive, while any are read."""
         self._processes.kv_events = events
+
+    def watch_sleeping(self, sleeping: Sleeping) -> None:
+        """Show which endpoints sleep, while any may."""
+        self._processes.sleeping = sleeping
 
     @property
     def internal_errors(self) -> int:
@@ -273,8 +280,8 @@ class Telemetry:
                 self._failed[failure] += 1
         if record.usage is not None:
             self._count_tokens(record.usage, record)
-        if record.prefill is not None or record.first_legs:
-            self._split.count(record)
+        if record.tier > 1 or record.prefill is not None or record.first_legs:
+            self._special.count(record)
         counted = self._bytes
         counted[0] += record.request_bytes
         counted[1] += record.response_bytes
@@ -367,7 +374,8 @@ class Telemetry:
         # None of these iterates over live state while it is suspended.
         yield from self._request_families()
         yield from self._endpoint_counters()
-        yield from self._split.families(snapshot, sum(self._queue_wait.counts))
+        yield from scaling_families(snapshot.models)
+        yield from self._special.families(snapshot, sum(self._queue_wait.counts))
         yield from self._scrape_families()
         if self._sources is not None:
             yield from source_families(self._sources.names, self._sources.files)
@@ -382,6 +390,8 @@ class Telemetry:
             yield from replica_families(self._processes.replicas)
         if self._processes.kv_events is not None:
             yield from kv_families(self._processes.kv_events)
+        if self._processes.sleeping is not None:
+            yield from sleep_families(self._processes.sleeping, snapshot)
         yield from self._process.collect()
 
     def _snapshot(self) -> PoolSnapshot:
@@ -396,7 +406,7 @@ class Telemetry:
         keep(self._failed, lambda key: key[0] in names)
         keep(self._transitions, lambda key: key[0] in names)
         keep(self._ejections, lambda key: key[0] in names)
-        self._split.forget_the_gone(names)
+        self._special.forget_the_gone(names)
         served = dict.fromkeys(model for one in snapshot.endpoints for model in one.models or ())
         kept = [model for model in self._model_labels if model in served]
         new = [model for model in served if model not in self._model_labels]

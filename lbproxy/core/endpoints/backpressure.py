@@ -2,11 +2,13 @@
 
 Without this they would attract traffic: an endpoint that refuses at once is always the least loaded. This is a
 preference, not a verdict, which `core.endpoints.breaker` gives: when every candidate is backing off, all of them are
-used, as if none were.
+used, as if none were. Only above tier 1, at a provider, nothing is sent meanwhile.
 
 - 429 and 503 are explicit: the endpoint backs off for a second, and twice as long each time after that. A failure while
   it backs off does not count: that request was sent before, or because no other endpoint was available. A server that
-  refuses fifty requests at once refused once, not fifty times.
+  refuses fifty requests at once refused once, not fifty times. If it says Retry-After, it backs off at least so long:
+  at most an hour, and of tier 1 a minute, as a wrong value must not take away one's own hardware. Other settings end
+  it above tier 1; a success does not, as it may be of a request from before.
 - 500 may be the request's fault, so only the third in a row without a successful response between counts (a vLLM that
   drains returns 500 for everything while its /health is 200). The breaker counts a 500 if another endpoint did better.
 """
@@ -21,6 +23,9 @@ from lbproxy.core.requests.retry import FailureKind
 
 FIRST_S: Final = 1.0
 MAX_S: Final = 10.0
+MAX_ASKED_S: Final = 3600.0
+MAX_ASKED_FIRST_S: Final = 60.0
+"""What a Retry-After counts at most: above tier 1, and of tier 1."""
 SUSPECT_AFTER: Final = 3
 """Responses with 500 in a row."""
 _REFUSALS: Final = frozenset({FailureKind.BUSY, FailureKind.LIMITED})
@@ -33,8 +38,17 @@ class Backpressure:
         self.until = float("-inf")
         """When the last back-off ends: mostly in the past, so that a decision only costs one comparison."""
 
-    def note_failure(self, state: EndpointState, kind: FailureKind, *, now: float) -> None:
-        """Note that an attempt at `state` failed by `kind`."""
+    def note_failure(
+        self, state: EndpointState, kind: FailureKind, *, now: float, retry_after_s: float | None = None
+    ) -> None:
+        """Note that an attempt at `state` failed by `kind`. `retry_after_s`: as the endpoint said."""
+        if retry_after_s is not None and kind in _REFUSALS:
+            most = MAX_ASKED_S if state.endpoint.tier > 1 else MAX_ASKED_FIRST_S
+            asked_until = now + min(most, retry_after_s)
+            if asked_until > state.backing_off_until:
+                state.refusals += now >= state.backing_off_until
+                state.backing_off_until = asked_until
+                self.until = max(self.until, asked_until)
         if (kind not in _REFUSALS and kind is not FailureKind.ERROR) or now < state.backing_off_until:
             return
         state.refusals += 1

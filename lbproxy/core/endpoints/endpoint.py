@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NewType
+from dataclasses import dataclass, fields
+from operator import attrgetter
+from typing import TYPE_CHECKING, Final, NamedTuple, NewType
 
+from lbproxy.core.capacity.allowance import Bounds
 from lbproxy.core.engines.handover import BOOTSTRAP_PORT, Handover, Role
 
 if TYPE_CHECKING:
@@ -15,6 +17,30 @@ EndpointUid = NewType("EndpointUid", int)
 """Identifies one endpoint for the life of the process. Never reused, unlike addresses."""
 
 
+class ColdStart(NamedTuple):
+    """A webhook that has an endpoint started which is not there at all."""
+
+    url: str
+    timeout_s: float
+    """In which it must be up, from the call on."""
+    token: ApiKey | None = None
+    """Sent to it as a bearer token."""
+
+
+class SleepSpec(NamedTuple):
+    """What the settings say of an endpoint that may sleep, or may not be there."""
+
+    wake: bool = True
+    """It may be woken, and put to sleep."""
+    after_s: float | None = None
+    """It is put to sleep after so many seconds without a request; None = never for that reason."""
+    level: int = 1
+    """1: the engine keeps its weights in host memory; 2: it discards them, and reads them again when it wakes."""
+    host: str | None = None
+    """The group of endpoints that share GPUs; None = it shares them with no other."""
+    cold_start: ColdStart | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class EndpointSpec:
     """What discovery knows of one model server, or of one data-parallel rank of it. `key` is unique in a set."""
@@ -22,7 +48,7 @@ class EndpointSpec:
     name: str
     """Unique in a set; the only property of an endpoint that clients see."""
     base_url: str
-    """`http://host:port`, `https://host:port`, both without a path, or `unix:/path/of/socket`."""
+    """`http[s]://host:port[/prefix]`, or `unix:/path/of/socket`."""
     engine: str = "auto"
     """A built-in engine, one of the settings, or `auto`: recognised from the first scrape."""
     metrics: str | None = "auto"
@@ -31,6 +57,12 @@ class EndpointSpec:
     """The path that the prober requests, or None: not probed, and up until connections fail."""
     models: tuple[str, ...] | None = None
     """All models that it serves; None = read from the endpoint."""
+    model: str | None = None
+    """Its own name of these, in requests to it; None = it knows them by these names."""
+    tier: int = 1
+    """1 to MAX_TIER: it is used only if no endpoint of a lower tier can take the request."""
+    bounds: Bounds | None = None
+    """Its own limits; None = none."""
     weight: float = 1.0
     """Its capacity relative to the others'."""
     kv_cache_tokens: int | None = None
@@ -55,6 +87,8 @@ class EndpointSpec:
     """How KV caches are handed over, of `CONNECTORS`; None = as the engine says."""
     bootstrap_port: int | None = None
     """See `Handover`; None = as the engine says, or its default."""
+    sleep: SleepSpec | None = None
+    """It may be asleep, or not be there: see `core.sleeping`. None = neither."""
 
     @property
     def server(self) -> str:
@@ -64,7 +98,17 @@ class EndpointSpec:
     @property
     def key(self) -> str:
         """What identifies it over restarts and between processes: the URL, and the rank if it is one."""
-        return self.base_url if self.rank is None else f"{self.base_url}#{self.rank}"
+        return self.url_key if self.rank is None else f"{self.url_key}#{self.rank}"
+
+    @property
+    def url_key(self) -> str:
+        """What all ranks of a server have in common: the URL, and its own name of the model if it has one."""
+        return self.base_url if self.model is None else f"{self.base_url} {self.model}"
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether it is elsewhere and shows no load: only its limits and its refusals say that it is full."""
+        return self.tier > 1 and self.metrics is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +120,22 @@ class Endpoint(EndpointSpec):
     @property
     def authority(self) -> str:
         """`host:port` or `unix:/path`, as in `x-gateway-destination-endpoint`."""
-        return self.base_url if self.base_url.startswith("unix:") else self.base_url.rpartition("/")[2]
+        return self.base_url if self.base_url.startswith("unix:") else self.base_url.split("/", 3)[2]
+
+    @property
+    def place(self) -> str:
+        """See `EndpointSettings.place`."""
+        return self.url_key if self.base_url.startswith("unix:") else self.url_key.partition("://")[2]
+
+
+_FACTS: Final = [one.name for one in fields(EndpointSpec)]
+facts_of: Final = attrgetter(*_FACTS)
+"""All that a spec says."""
+
+
+def with_uid(spec: EndpointSpec, uid: EndpointUid) -> Endpoint:
+    """The endpoint of a spec."""
+    return Endpoint(uid=uid, **dict(zip(_FACTS, facts_of(spec), strict=True)))
 
 
 def handover_of(spec: EndpointSpec, reported: Handover | None) -> Handover:

@@ -16,27 +16,30 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
-from operator import attrgetter
 from typing import Final
 
 from lbproxy.config.balancing import BalancingSettings
 from lbproxy.core.caches.cache_report import CacheReport
-from lbproxy.core.endpoints.breaker import Cause
-from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec, EndpointUid
+from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec, EndpointUid, facts_of, with_uid
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.judge import Judge
-from lbproxy.core.endpoints.serving import Serving, accepts_requests
+from lbproxy.core.endpoints.serving import Serving, accepts_requests, why_not
 from lbproxy.core.endpoints.state import (
     NO_METRICS,
     EndpointSnapshot,
     EndpointState,
+    allow,
     assign_roles,
     configured_models,
+    equip,
+    has_more,
+    is_unreachable,
     note_load,
     note_scrape,
+    rank_of,
     relate_ranks,
     served_by,
     snapshot_of,
@@ -44,9 +47,8 @@ from lbproxy.core.endpoints.state import (
 from lbproxy.core.engines.handover import Handover
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.engines.orca import LoadReport
-from lbproxy.core.knowledge.load_model import LoadModel
 from lbproxy.core.knowledge.pool_model import PoolModel
-from lbproxy.core.knowledge.prior import assume_speeds
+from lbproxy.core.knowledge.pools import Pools
 from lbproxy.core.requests.openai import ModelCard
 from lbproxy.core.saved.pieces import Piece, pieces
 from lbproxy.core.saved.reading import Saved
@@ -83,7 +85,9 @@ class EndpointSet:
     ) -> None:
         """Uids are larger than `first_uid`."""
         breaker = settings.breaker
-        self._pool = pool
+        self._pools = Pools(pool)
+        self.has_tiers = False
+        """A member has a tier above 1, limits of its own, or its own name of a model."""
         self.serving = Serving(panic=breaker.panic)
         """The index of models."""
         self.judge = Judge(
@@ -112,14 +116,24 @@ class EndpointSet:
             pool.adapters = self.serving.adapters
 
     @property
+    def _pool(self) -> PoolModel | None:
+        """Of tier 1."""
+        return self._pools.first
+
+    @property
     def has_loads(self) -> bool:
         """Whether members have load models."""
         return self._pool is not None
 
     @property
     def has_roles(self) -> bool:
-        """Whether prefill and decode are apart: a member has a role."""
+        """Whether a member has a role."""
         return self.serving.has_roles
+
+    @property
+    def lowest_tier(self) -> int:
+        """That any member has."""
+        return next(iter(self.serving.tiers))
 
     @property
     def version(self) -> int:
@@ -130,25 +144,24 @@ class EndpointSet:
         """Apply other settings to what is reported from now on."""
         self.judge.reconfigure(settings.health, settings.breaker, self._states.values())
         self.serving.reconfigure(panic=settings.breaker.panic)
+        for state in self._states.values():
+            if state.endpoint.tier > 1:
+                state.refusals, state.backing_off_until = 0, -inf
         self._stale_after_s = settings.scrape.stale_after
 
     def adopt_pool(self, pool: PoolModel | None) -> None:
         """Use another policy's models, or none. What is placed still ends against the model that it began with."""
-        self._pool, self._restoring = pool, None
+        self._pools, self._restoring = Pools(pool), None
         self.judge.progress.has_loads = pool is not None
         for state in self._states.values():
-            if pool is not None:
-                self._equip(state, pool)
+            equip(state, self._pools.of(state.endpoint.tier))
         if pool is not None:
             pool.adapters = self.serving.adapters
-            assume_speeds([(state.endpoint.weight, state.load) for state in self._states.values()])
+            self._assume_speeds()
 
     def limit_index(self, blocks: int) -> None:
         """Limit the index of prefix caches to this many blocks in total."""
-        if self._pool is not None:
-            self._pool.index.max_entries = blocks
-            for state in self._states.values():
-                state.load.kv.cache.trim(self._pool.index.fair_share)
+        self._pools.limit_index(blocks, (state.load for state in self._states.values()))
 
     # Over a restart
 
@@ -158,7 +171,7 @@ class EndpointSet:
         """
         if self._pool is None:
             return iter(())
-        loads = [(state.endpoint.key, state.load) for state in self._states.values()]
+        loads = [(one.endpoint.key, one.load) for one in self._states.values() if one.endpoint.tier == 1]
         return pieces(self._pool, loads, saved_at=saved_at, prefixes=prefixes, now=now)
 
     def restore(self, saved: Saved, *, age_s: float, now: float) -> Restoring | None:
@@ -168,7 +181,8 @@ class EndpointSet:
         if self._pool is not None:
             self._restoring = Restoring(self._pool, saved, age_s, now)
             for state in self._states.values():
-                self._restoring.joined(state.endpoint.key, state.load, now)
+                if state.endpoint.tier == 1:
+                    self._restoring.joined(state.endpoint.key, state.load, now)
         return self._restoring
 
     # Membership
@@ -179,16 +193,20 @@ class EndpointSet:
         A removed one gets no more requests, and is forgotten when its last ticket closes.
         """
         kept = self.by_key
-        known = {state.endpoint.base_url: state for state in self._states.values()}
+        known = {state.endpoint.url_key: state for state in self._states.values()}
         states: dict[EndpointUid, EndpointState] = {}
         added, changed = [], []
         for spec in specs:
             state = kept.pop(spec.key, None)
             if state is None:
-                state = self._join(spec, known.get(spec.base_url), now)
+                state = self._join(spec, known.get(spec.url_key), now)
                 added.append(state.endpoint)
-            elif _facts_of(state.endpoint) != _facts_of(spec):
-                before, state.endpoint = state.endpoint, _with_uid(spec, state.endpoint.uid)
+            elif facts_of(state.endpoint) != facts_of(spec):
+                before, state.endpoint = state.endpoint, with_uid(spec, state.endpoint.uid)
+                allow(state, now)
+                if self._pool is not None and spec.tier != before.tier:
+                    state.load.pool.index.leave(state.load.kv.cache)
+                    equip(state, self._pools.of(state.endpoint.tier))
                 if spec.models != before.models:
                     state.models = configured_models(spec)
                     self.serving.changed(state)
@@ -203,21 +221,21 @@ class EndpointSet:
             state.draining = True
             self.judge.removed(state)
             if self._pool is not None:
-                self._pool.index.leave(state.load.kv.cache)
+                state.load.pool.index.leave(state.load.kv.cache)
         self._leaving = [state for state in [*self._leaving, *removed] if state.in_flight]
         self._states = states
         self.by_key = {state.endpoint.key: state for state in states.values()}
         relate_ranks(states.values())
         self._assign_roles()
-        if self._pool is not None:
-            assume_speeds([(state.endpoint.weight, state.load) for state in states.values()])
+        self.has_tiers = any(map(has_more, states.values()))
+        self._assume_speeds()
         self.serving.replace_all(states.values())
         return EndpointChanges(added, [state.endpoint for state in removed], changed)
 
     def _join(self, spec: EndpointSpec, like: EndpointState | None, now: float) -> EndpointState:
         """`like`: what there was at its address, if that is divided into ranks now, or has other ranks."""
         self._last_uid += 1
-        state = EndpointState(_with_uid(spec, EndpointUid(self._last_uid)), models=configured_models(spec))
+        state = EndpointState(with_uid(spec, EndpointUid(self._last_uid)), models=configured_models(spec))
         if like is not None:
             state.models = like.models
             state.reported_cache_tokens, state.cache_tokens_at_most = (
@@ -225,30 +243,23 @@ class EndpointSet:
                 like.cache_tokens_at_most,
             )
             state.reported_slots = like.reported_slots
-        if self._pool is not None:
-            self._equip(state, self._pool)
-            if self._restoring is not None:
-                self._restoring.joined(spec.key, state.load, now)
+        allow(state, now)
+        equip(state, self._pools.of(state.endpoint.tier))
+        if self._restoring is not None and spec.tier == 1:
+            self._restoring.joined(spec.key, state.load, now)
         self.judge.joined(state, like, now=now)
         return state
 
-    @staticmethod
-    def _equip(state: EndpointState, pool: PoolModel) -> None:
-        """Give it a load model that knows what the endpoint reported of itself."""
-        state.load = LoadModel(pool, state.endpoint.kv_cache_tokens)
-        if state.reported_cache_tokens is not None:
-            state.load.kv.size_reported(float(state.reported_cache_tokens), at_most=state.cache_tokens_at_most)
-        if state.measured_cache_tokens is not None:
-            state.load.kv.size_measured(float(state.measured_cache_tokens))
-        if state.reported_slots is not None:
-            state.load.room.slots.limit_reported(state.reported_slots)
+    def _assume_speeds(self) -> None:
+        if self._pool is not None:
+            self._pools.assume_speeds((state.endpoint.weight, state.load) for state in self._states.values())
 
     def at_address(self, uid: EndpointUid) -> Sequence[EndpointState]:
         """All ranks at the address of a member, in their order: usually itself alone. Empty if it left."""
         state = self._states.get(uid)
         if state is None:
             return ()
-        return sorted(state.at_address, key=_rank_of) if state.siblings else (state,)
+        return sorted(state.at_address, key=rank_of) if state.siblings else (state,)
 
     def members(self) -> Iterable[EndpointState]:
         """All members, in the order of the settings."""
@@ -274,6 +285,12 @@ class EndpointSet:
             self.judge.end_ejections(self._states.values(), now=now)
         return self.serving.candidates(model)
 
+    def by_tier(self, model: str | None, max_tier: int, *, now: float) -> list[list[EndpointState]]:
+        """The same for each tier up to `max_tier` that has any, the lowest tier first."""
+        if now >= self.judge.due_at:
+            self.judge.end_ejections(self._states.values(), now=now)
+        return self.serving.by_tier(model, max_tier)
+
     def trials(self, model: str | None, *, now: float) -> Sequence[EndpointState]:
         """Unreachable endpoints that may be tried when there are no candidates: each by one request at a time, and
         rarely. O(members), but not for each request without candidates.
@@ -282,7 +299,8 @@ class EndpointSet:
         if now < self._trial_at and version == self._trials_version:
             return []
         self._trials_version = version
-        down = [state for state in self._states.values() if not state.draining and _is_unreachable(state)]
+        members = self._states.values()
+        down = [one for one in members if not (one.draining or one.dormant) and is_unreachable(one)]
         free = [(state, _trial_at(state)) for state in down if state.trial is None]
         self._trial_at = min((at for _, at in free), default=inf)
         ready = [state for state, at in free if at <= now]
@@ -298,8 +316,8 @@ class EndpointSet:
         return any(state.health is Health.STARTING for state in self._states.values())
 
     def any_up(self) -> bool:
-        """Whether any member takes requests."""
-        return bool(self.serving.candidates(None))
+        """Whether any member takes requests, or may be woken for them."""
+        return bool(self.serving.candidates(None) or self.serving.dormant)
 
     def unavailable(self) -> tuple[tuple[Endpoint, str], ...]:
         """Members that take no requests, with the reasons: the first `MAX_UNAVAILABLE`. Computed once per change of the
@@ -311,10 +329,9 @@ class EndpointSet:
             out = (
                 state
                 for state in self._states.values()
-                if state.draining or not (accepts_requests(state) or is_readmitted(state))
+                if state.draining or state.dormant or not (accepts_requests(state) or is_readmitted(state))
             )
-            first = islice(out, MAX_UNAVAILABLE)
-            self._unavailable = tuple((one.endpoint, "draining" if one.draining else one.health.value) for one in first)
+            self._unavailable = tuple((one.endpoint, why_not(one)) for one in islice(out, MAX_UNAVAILABLE))
         return self._unavailable
 
     def base_models(self) -> list[str]:
@@ -475,24 +492,6 @@ class EndpointSet:
         return [snapshot_of(state, share(state, now), is_readmitted(state), now) for state in states]
 
 
-def _rank_of(state: EndpointState) -> int:
-    return state.endpoint.rank or 0
-
-
-def _is_unreachable(state: EndpointState) -> bool:
-    """No connection could be made, or its health checks fail."""
-    cause = state.breaker.cause
-    return state.health is Health.DOWN or (state.health is Health.EJECTED and cause is Cause.UNREACHABLE)
-
-
 def _trial_at(state: EndpointState) -> float:
     """When the next request may try it."""
     return max(state.tried_at + TRIAL_S, state.dialled_at + DIAL_S)
-
-
-_FACTS: Final = [one.name for one in fields(EndpointSpec)]
-_facts_of: Final = attrgetter(*_FACTS)
-
-
-def _with_uid(spec: EndpointSpec, uid: EndpointUid) -> Endpoint:
-    return Endpoint(uid=uid, **dict(zip(_FACTS, _facts_of(spec), strict=True)))

@@ -8,14 +8,17 @@ It is the only owner of this state. Changes are reported by `replace_all` (the s
 Invariants:
 
 - A group holds exactly the members that its requests may be sent to: endpoints whose probes pass, by
-  `core.endpoints.health`, and that are not draining. Its `up` is the number of those that are `UP`.
+  `core.endpoints.health`, and that are neither draining nor dormant. Its `up` is the number of those that are `UP`.
 - Whether an endpoint is readmitted is computed from the counts when it is needed, and stored nowhere.
-- Lists are in the order of the settings. They are shared, and replaced instead of modified: a caller may keep one.
+- Each tier has groups of its own: what is used, and whether too few are up, does not depend on other tiers.
+- Lists are in the order of the settings, or of the tiers if there are several. They are shared, and replaced instead of
+  modified: a caller may keep one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from math import inf
 from operator import attrgetter
 from typing import Final
 
@@ -29,6 +32,8 @@ from lbproxy.core.requests.openai import ModelCard
 
 _POSITION: Final = attrgetter("position")
 _OUTDATED: Final = 0
+STARTABLE: Final = frozenset({"off", "starting"})
+"""What `EndpointState.dormant` says of endpoints that are down, and that a webhook can start."""
 
 
 class _Group:
@@ -57,8 +62,19 @@ class _Entry:
         """Empty unless it is a member of groups."""
         self.models: dict[str, ModelCard] | None = None
         """The model list by which it is in these groups."""
+        self.tier = state.endpoint.tier
+        """The tier whose groups these are."""
         self.is_up = False
         """It is counted in their `up`."""
+
+
+class _Tier:
+    """The groups of one tier."""
+
+    def __init__(self) -> None:
+        self.all, self.unlisted = _Group(), _Group()
+        self.by_model: dict[str, _Group] = {}
+        """Without empty groups."""
 
 
 class Serving:
@@ -72,15 +88,18 @@ class Serving:
         """The models that a member lists as an adapter. `PoolModel` refers to this same set."""
         self.down: set[EndpointUid] = set()
         """Endpoints that are `DOWN`, draining or not."""
+        self.dormant: dict[EndpointUid, EndpointState] = {}
+        """Endpoints that would get requests if they were awake, and may be woken or started."""
         self.has_roles = False
         """Prefill and decode are apart. Set by the endpoint set, which then calls `outdate`."""
         self._panic = panic
         self._epoch = _OUTDATED + 1
         """Lists of earlier epochs are outdated."""
         self._entries: dict[EndpointUid, _Entry] = {}
-        self._all, self._unlisted = _Group(), _Group()
-        self._by_model: dict[str, _Group] = {}
-        """Without empty groups."""
+        self._first = _Tier()
+        """The lowest tier that has a member, whatever its health."""
+        self.tiers: dict[int, _Tier] = {1: self._first}
+        """The tiers that have members, the lowest first."""
 
     # Changes
 
@@ -102,18 +121,29 @@ class Serving:
             if entry is None:
                 entry = _Entry(state)
                 joined.append(state)
+            elif entry.tier != state.endpoint.tier:
+                self._remove(uid, entry)
+                entry.tier = state.endpoint.tier
+                joined.append(state)
             entry.position = position
             self._entries[uid] = entry
         for uid, entry in before.items():
             self.down.discard(uid)
+            self.dormant.pop(uid, None)
             self._remove(uid, entry)
+        known = self.tiers
+        self.tiers = {tier: known.get(tier) or _Tier() for tier in sorted(self._tiers_of_members())}
+        self._first = next(iter(self.tiers.values()))
         for state in joined:
             self.changed(state)
         self.outdate()
 
+    def _tiers_of_members(self) -> set[int]:
+        return {entry.tier for entry in self._entries.values()} or {1}
+
     def changed(self, state: EndpointState) -> None:
-        """Note that the health, trial, `draining` or models of `state` changed. No effect if it is not in the set.
-        O(its models).
+        """Note that the health, trial, `draining`, `dormant` or models of `state` changed. No effect if it is not in
+        the set. O(its models).
         """
         self.version += 1
         uid = state.endpoint.uid
@@ -125,6 +155,8 @@ class Serving:
         else:
             self.down.discard(uid)
         is_member = state.health in health.HEALTHY_STATES and not state.draining
+        if state.dormant or self.dormant:
+            is_member = self._note_dormant(state, is_member) and is_member
         if not is_member or state.models is not entry.models:
             self._remove(uid, entry)
         if not is_member:
@@ -138,6 +170,16 @@ class Serving:
             group.up += more
             group.epoch = _OUTDATED
 
+    def _note_dormant(self, state: EndpointState, is_member: bool) -> bool:
+        """Note whether an endpoint is dormant. `is_member`: it would get requests else. Returns whether it is awake."""
+        sleep = state.endpoint.sleep
+        startable = state.dormant in STARTABLE or (sleep is not None and sleep.cold_start is not None)
+        if state.dormant and (is_member or (startable and not state.draining)):
+            self.dormant[state.endpoint.uid] = state
+        else:
+            self.dormant.pop(state.endpoint.uid, None)
+        return not state.dormant
+
     def outdate(self) -> None:
         """Note a change that concerns all lists."""
         self.version += 1
@@ -146,14 +188,15 @@ class Serving:
     def _add(self, uid: EndpointUid, entry: _Entry) -> None:
         """Add an endpoint to its groups; it does not count as up yet."""
         entry.models = models = entry.state.models
-        entry.groups = groups = [self._all]
+        tier = self.tiers[entry.tier]
+        entry.groups = groups = [tier.all]
         if models is None:
-            groups.append(self._unlisted)
+            groups.append(tier.unlisted)
         else:
             for model, card in models.items():
-                group = self._by_model.get(model)
+                group = tier.by_model.get(model)
                 if group is None:
-                    group = self._by_model[model] = _Group()
+                    group = tier.by_model[model] = _Group()
                 if card.parent is not None:
                     group.adapters += 1
                     self.adapters.add(model)
@@ -171,14 +214,15 @@ class Serving:
             group.epoch = _OUTDATED
         entry.is_up = False
         entry.groups = []
+        by_model = self.tiers[entry.tier].by_model
         for model, card in (entry.models or {}).items():
-            group = self._by_model[model]
+            group = by_model[model]
             if card.parent is not None:
                 group.adapters -= 1
-                if not group.adapters:
+                if not any(model in one.by_model and one.by_model[model].adapters for one in self.tiers.values()):
                     self.adapters.discard(model)
             if not group.entries:
-                del self._by_model[model]
+                del by_model[model]
 
     # Reading
 
@@ -186,9 +230,31 @@ class Serving:
         """The endpoints that may be asked for `model` (None: any model). O(1), except for the first call after a
         change.
 
-        These are the endpoints that list it; if none of them may be asked, those that never listed any model.
+        These are the endpoints that list it; if none of them may be asked, those that never listed any model. If there
+        are several tiers, those of each.
         """
-        return self._usable(self._group(model))
+        if len(self.tiers) == 1:
+            return self._usable(self._group(self._first, model))
+        return [state for tier in self.tiers.values() for state in self._usable(self._group(tier, model))]
+
+    def by_tier(self, model: str | None, max_tier: int) -> list[list[EndpointState]]:
+        """The same for each tier up to `max_tier` that has any, the lowest tier first."""
+        found = [self._usable(self._group(one, model)) for tier, one in self.tiers.items() if tier <= max_tier]
+        return [members for members in found if members]
+
+    def health_below(self, model: str | None, tier: int) -> Health | None:
+        """Of the endpoints of lower tiers for `model`: STARTING if that of one is not known yet, else DOWN; None if
+        there are none. O(members).
+        """
+        found = None
+        for entry in self._entries.values():
+            state = entry.state
+            serves = model is None or state.models is None or model in state.models
+            if state.endpoint.tier < tier and serves and not state.draining:
+                if state.health is Health.STARTING:
+                    return Health.STARTING
+                found = Health.DOWN
+        return found
 
     def is_readmitted(self, state: EndpointState) -> bool:
         """Whether the breaker ejected `state`, and it is used all the same for at least one of its models."""
@@ -201,28 +267,48 @@ class Serving:
         """The same for requests for `model`. O(1)."""
         if accepts_requests(state) or not _is_reachable(state):
             return False
-        group = self._group(model)
+        tier = self.tiers.get(state.endpoint.tier)
+        if tier is None:
+            return False
+        group = self._group(tier, model)
         return state.endpoint.uid in group.entries and self._panics(group, state)
 
+    def may_rise(self, model: str | None, avoid: Collection[EndpointUid], *, below: int) -> bool:
+        """Whether an endpoint that serves `model` (None: any model) is asleep and may be woken, or may be started.
+        `avoid`: endpoints that do not count. `below`: nor do those of this tier and above it.
+        """
+        return any(
+            uid not in avoid
+            and state.endpoint.tier < below
+            and (model is None or state.models is None or model in state.models)
+            for uid, state in self.dormant.items()
+        )
+
+    def lowest_dormant(self, model: str | None) -> float:
+        """The lowest tier of the endpoints that `may_rise` means; infinite if there are none."""
+        serves = (one for one in self.dormant.values() if model is None or one.models is None or model in one.models)
+        return min((float(state.endpoint.tier) for state in serves), default=inf)
+
     def model_cards(self) -> list[ModelCard]:
-        """The models of the members, one card per model: that of the first member. O(models) if all serve the same,
-        else O(members x models).
+        """The models of the members and of dormant ones, one card per model: that of the first member. O(models) if all
+        serve the same, else O(members x models).
         """
         cards: dict[str, ModelCard] = {}
-        for entry in self._entries.values():
-            if len(cards) == len(self._by_model):
+        dormant = self.dormant
+        for uid, entry in self._entries.items():
+            if len(cards) == len(self._first.by_model) and len(self.tiers) == 1 and not dormant:
                 break
-            if entry.groups:
+            if entry.groups or uid in dormant:
                 for card in (entry.state.models or {}).values():
                     cards.setdefault(card.id, card)
         return list(cards.values())
 
-    def _group(self, model: str | None) -> _Group:
-        """The group to which requests for `model` go."""
+    def _group(self, tier: _Tier, model: str | None) -> _Group:
+        """The group of a tier to which requests for `model` go."""
         if model is None:
-            return self._all
-        group = self._by_model.get(model)
-        return group if group is not None and self._usable(group) else self._unlisted
+            return tier.all
+        group = tier.by_model.get(model)
+        return group if group is not None and self._usable(group) else tier.unlisted
 
     def _usable(self, group: _Group) -> list[EndpointState]:
         """The members of a group that may be asked."""
@@ -259,6 +345,11 @@ class Serving:
 def accepts_requests(state: EndpointState) -> bool:
     """Whether the breaker lets requests through: all of them, or one that tries the endpoint."""
     return state.health is Health.UP or (state.health is Health.HALF_OPEN and state.trial is None)
+
+
+def why_not(state: EndpointState) -> str:
+    """Why a member takes no requests."""
+    return "draining" if state.draining else (state.dormant or state.health.value)
 
 
 def _is_reachable(state: EndpointState) -> bool:

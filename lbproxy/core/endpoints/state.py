@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Final
 
-from lbproxy.core.endpoints.breaker import Breaker
+from lbproxy.core.capacity.allowance import Allowance
+from lbproxy.core.endpoints.breaker import Breaker, Cause
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec, handover_of
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.progress import Progress
@@ -15,6 +16,7 @@ from lbproxy.core.engines.handover import Handover, Role
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.engines.orca import LoadReport
 from lbproxy.core.knowledge.load_model import LoadModel
+from lbproxy.core.knowledge.pool_model import PoolModel
 from lbproxy.core.requests.openai import ModelCard, synthetic_card
 
 WHOLE_SERVER: Final = Handover()
@@ -41,6 +43,8 @@ class EndpointState:
 
     health: Health = Health.STARTING
     draining: bool = False
+    dormant: str = ""
+    """It gets no requests as it is not awake: its phase in `core.sleeping`. Empty = it is, or it never sleeps."""
     removed: bool = False
     """It is not a member of the set any more."""
     failures_in_row: int = 0
@@ -95,7 +99,10 @@ class EndpointState:
     refusals: int = 0
     """Attempts in a row that it refused or failed, without a successful response between."""
     backing_off_until: float = float("-inf")
-    """Until then it gets requests only if there are no other candidates: see `core.endpoints.backpressure`."""
+    """Until then it gets requests only if there are no other candidates, and above tier 1 none: see
+    `core.endpoints.backpressure`."""
+    allowance: Allowance | None = None
+    """What its own limits leave of it; None = it has none."""
     trial: Trial | None = None
     """The request that tries it and has no response yet, while it is half open or down."""
     tried_at: float = float("-inf")
@@ -138,12 +145,53 @@ class EndpointState:
         return (self, *self.siblings) if self.siblings else (self,)
 
 
+def allow(state: EndpointState, now: float) -> None:
+    """Apply the limits in the settings."""
+    bounds = state.endpoint.bounds
+    if bounds is None:
+        state.allowance = None
+    elif state.allowance is None:
+        state.allowance = Allowance(bounds, now)
+    else:
+        state.allowance.reconfigure(bounds, now)
+
+
+def equip(state: EndpointState, pool: PoolModel | None) -> None:
+    """Give it a load model that knows what the endpoint reported of itself; none without a pool."""
+    if pool is None:
+        return
+    state.load = LoadModel(pool, state.endpoint.kv_cache_tokens)
+    if state.reported_cache_tokens is not None:
+        state.load.kv.size_reported(float(state.reported_cache_tokens), at_most=state.cache_tokens_at_most)
+    if state.measured_cache_tokens is not None:
+        state.load.kv.size_measured(float(state.measured_cache_tokens))
+    if state.reported_slots is not None:
+        state.load.room.slots.limit_reported(state.reported_slots)
+
+
+def has_more(state: EndpointState) -> bool:
+    """Whether it has a tier above 1, limits of its own, or its own name of a model."""
+    one = state.endpoint
+    return one.tier > 1 or one.bounds is not None or one.model is not None
+
+
+def rank_of(state: EndpointState) -> int:
+    """Its position among the ranks of its address."""
+    return state.endpoint.rank or 0
+
+
+def is_unreachable(state: EndpointState) -> bool:
+    """No connection could be made, or its health checks fail."""
+    cause = state.breaker.cause
+    return state.health is Health.DOWN or (state.health is Health.EJECTED and cause is Cause.UNREACHABLE)
+
+
 def relate_ranks(states: Iterable[EndpointState]) -> None:
     """Tell the ranks of each address of each other."""
     ranks: dict[str, list[EndpointState]] = {}
     for state in states:
         if state.endpoint.rank is not None:
-            ranks.setdefault(state.endpoint.base_url, []).append(state)
+            ranks.setdefault(state.endpoint.url_key, []).append(state)
     for together in ranks.values():
         for state in together:
             state.siblings = [one for one in together if one is not state]
@@ -260,11 +308,15 @@ class EndpointSnapshot:
     """The same as a share of the size of its KV cache, 0..1; None = one of them is not known."""
     reported_handover: Handover | None = None
     """The same as its engine shows it."""
+    dormant: str = ""
+    """See EndpointState."""
+    limits_used: tuple[tuple[str, float], ...] = ()
+    """The used share of each of its own limits, 0 or more, by the name of its key in the settings."""
 
     @property
     def serving(self) -> bool:
         """Requests may be sent there now, even if only one at a time."""
-        return not self.draining and (self.readmitted or self.health in {Health.UP, Health.HALF_OPEN})
+        return not (self.draining or self.dormant) and (self.readmitted or self.health in {Health.UP, Health.HALF_OPEN})
 
 
 def snapshot_of(state: EndpointState, share: float, readmitted: bool, now: float) -> EndpointSnapshot:
@@ -293,6 +345,8 @@ def snapshot_of(state: EndpointState, share: float, readmitted: bool, now: float
         kv_cached_tokens=state.cached_tokens,
         kv_fill=_fill(state),
         reported_handover=state.reported_handover,
+        dormant=state.dormant,
+        limits_used=() if state.allowance is None else state.allowance.used(state.requests, now),
     )
 
 

@@ -4,6 +4,6 @@ Text in, `LoadMetrics` out. `dialects` has one table for each engine, built in o
 new table. Pages are not trusted: they are bounded, and a value that cannot be read is None, not 0.
 
 Imported by: `app`, `balancer`, `check`, `control`, `endpoints`, `extras`, `knowledge`, `policies`, `proxy`,
-`request_runtime`, `runtime`, `sim`, `sim_cli`, `workers`. Never: what the values mean for routing, or when they are
-stale.
+`request_runtime`, `runtime`, `scaling`, `sim`, `sim_cli`, `workers`. Never: what the values mean for routing, or when
+they are stale.
 """

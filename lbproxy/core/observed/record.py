@@ -60,6 +60,10 @@ class RequestRecord:
     """Its flow: see `core.queue.flows`. None until a place is requested."""
     queue_s: float = 0.0
     """Seconds waited for a place, in all attempts together."""
+    tier: int = 1
+    """Of the endpoint of the last attempt."""
+    overflow: str | None = None
+    """Why that is above the lowest tier of its model: see `core.queue.ticket.Overflow`. None = it is not."""
     placed_at: float | None = None
     first_byte_at: float | None = None
     ended_at: float = 0.0
@@ -92,6 +96,7 @@ class RequestRecord:
         """Note a placement: of an attempt, or of the second leg of one."""
         leg, first = ticket.request.leg, ticket.prefill
         self.endpoint = ticket.placed_state.endpoint.name
+        _note_tier(self, ticket)
         if leg != DECODE or first is not None:
             self.attempts += 1
             self.placed_at = ticket.placed_at
@@ -137,3 +142,8 @@ class RequestRecord:
             found.append(made)
             made = made.previous
         return found[::-1]
+
+
+def _note_tier(record: RequestRecord, ticket: Ticket) -> None:
+    record.tier = ticket.placed_state.endpoint.tier
+    record.overflow = None if ticket.overflow is None else ticket.overflow.value

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.endpoints.state import EndpointSnapshot
 from lbproxy.core.observed.learned import LearnedTransfer
 from lbproxy.core.queue.flow import FlowSnapshot
+from lbproxy.core.scaling.advice import ModelScaling
+from lbproxy.core.sleeping.sleepers import SleepSnapshot
 
 
 @dataclass(frozen=True)
@@ -19,3 +22,7 @@ class PoolSnapshot:
     flows: list[FlowSnapshot] = field(default_factory=list)
     transfer: LearnedTransfer | None = None
     """None: nothing was learned of it."""
+    models: list[ModelScaling] = field(default_factory=list)
+    """What autoscalers want to know, in the order of their names."""
+    sleep: dict[EndpointUid, SleepSnapshot] = field(default_factory=dict)
+    """Of endpoints that may sleep."""

@@ -37,6 +37,7 @@ class Decision:
         "excluded",
         "is_second",
         "notes",
+        "overflow",
         "parts",
         "policy",
         "previous",
@@ -76,6 +77,8 @@ class Decision:
         """
         self.is_second = False
         """It is about the second leg of a split request alone; `previous` is about both."""
+        self.overflow: str | None = None
+        """Why it is above the lowest tier: see `core.queue.ticket.Overflow`. None = it is not."""
         self._best: tuple[float | None, float | None] | None = None
         self.previous: Decision | None = None
         """The decision about the previous attempt of the same request. Set by `RequestRecord.note_decision`."""
@@ -184,6 +187,10 @@ def compact(made: Decision) -> str:
     second = made.partner(made.chosen_state)
     if second is not None:
         fields = [f"endpoint={second.endpoint.name}", f"prefill={made.chosen.name}"]
+    if made.chosen.tier > 1:
+        fields.append(f"tier={made.chosen.tier}")
+    if made.overflow is not None:
+        fields.append(f"overflow={made.overflow}")
     if made.cost is not None:
         fields.append(f"cost={made.cost:.1f}")
         parts = made.breakdown()

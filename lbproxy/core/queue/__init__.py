@@ -5,5 +5,5 @@
 `queue_overload` measures the pace; `stored_responses` knows which endpoint stores which response.
 
 Imported by: `balancer`, `control`, `extras`, `observed`, `placing`, `proxy`, `replicas`, `request_runtime`, `runtime`,
-`sim`, `sim_cli`, `workers`. Never: the properties of endpoints (`policies` and `endpoints` have them).
+`sim`, `sim_cli`, `sleeping`, `workers`. Never: the properties of endpoints (`policies` and `endpoints` have them).
 """

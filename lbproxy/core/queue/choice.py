@@ -1,5 +1,8 @@
 """The decision: which endpoint a request goes to now, or why to none.
 
+There may be tiers of endpoints: `core.queue.tiers` decides among them. Nothing above a request's `max_tier` is ever a
+candidate (`_members`, `members_by_tier`, `choose_second`).
+
 `Choice.choose` goes from the endpoints that may be asked to the one with the lowest price. It excludes, in this order,
 those that already failed the request, those that are backing off, those that are full, and those without slow-start
 credit; the policy prices the rest. It does not count: the caller places the ticket before anything else is chosen.
@@ -82,12 +85,29 @@ class Choice:
         `ticket.best` is that endpoint.
         """
         ticket.best = ticket.decode_on = None
+        if self._endpoints.has_tiers:
+            return self.choose_by_tier(ticket, now, in_turn)
         members = self._members(ticket, True, now)
         if not members:
-            return self._outcome_without_members(ticket, now) or Wait.FULL
-        candidates = members
+            return self.outcome_without_members(ticket, now) or self.wait_without_members(ticket)
+        return self.choose_among(ticket, members, members, now, in_turn)
+
+    def choose_by_tier(self, ticket: Ticket, now: float, in_turn: bool) -> Chosen:
+        """The same where there are tiers, or endpoints have limits of their own."""
+        raise NotImplementedError
+
+    def choose_among(
+        self,
+        ticket: Ticket,
+        candidates: Sequence[EndpointState],
+        members: Sequence[EndpointState],
+        now: float,
+        in_turn: bool,
+    ) -> Chosen:
+        """The choice among `candidates` of one tier, at least one. `members`: all of the tier, for the explanation."""
         if now < self._backpressure.until:
-            candidates = self._enough(ticket, self._backpressure.not_backing_off(members, now=now), members) or members
+            active = self._backpressure.not_backing_off(candidates, now=now)
+            candidates = self._enough(ticket, active, candidates) or candidates
         limit = self._max_in_flight
         if limit is not None:
             candidates = self._enough(ticket, [state for state in candidates if state.requests < limit], members)
@@ -110,8 +130,12 @@ class Choice:
         """
         request = ticket.request
         first = self._endpoints.get(EndpointUid(request.prefilled_at))
-        members = self._endpoints.candidates(request.model, now=now)
-        seconds = [] if first is None else self._split.second(members, first)
+        seconds = []
+        if first is not None and first.endpoint.tier <= request.max_tier:
+            members = self._endpoints.candidates(request.model, now=now)
+            if self._endpoints.has_tiers:
+                members = [state for state in members if state.endpoint.tier == first.endpoint.tier]
+            seconds = self._split.second(members, first)
         seconds = [state for state in seconds if not _was_tried(state, ticket.avoid)]
         if not seconds:
             return Outcome.NO_ENDPOINTS
@@ -130,11 +154,30 @@ class Choice:
         """How a ticket ends that no endpoint may be asked for any more; None if it may wait. Does not try unreachable
         endpoints.
         """
-        return None if self._members(ticket, False, now) else self._outcome_without_members(ticket, now)
+        if self._endpoints.has_tiers:
+            hopeless = not self.members_by_tier(ticket, False, now)
+        else:
+            hopeless = not self._members(ticket, False, now)
+        return self.outcome_without_members(ticket, now) if hopeless else None
 
     def below_limit(self, state: EndpointState) -> bool:
-        """Whether the configured limit allows one more request on `state`."""
-        return self._max_in_flight is None or state.requests < self._max_in_flight
+        """Whether the configured limits of requests in flight allow one more request on `state`."""
+        if self._max_in_flight is not None and state.requests >= self._max_in_flight:
+            return False
+        own = state.allowance
+        return own is None or own.max_in_flight is None or state.requests < own.max_in_flight
+
+    def opens_in_s(self, state: EndpointState, now: float, request: InferenceRequest | None = None) -> float:
+        """In how many seconds `state` takes the request, or any, by its limits per time and, above tier 1, by its
+        back-off; 0 = now.
+        """
+        own = state.allowance
+        wait_s = 0.0
+        if own is not None:
+            wait_s = own.wait_s(1.0 if request is None else own.expected_tokens(request), now)
+        if state.endpoint.tier > 1 and state.backing_off_until - now > wait_s:
+            wait_s = state.backing_off_until - now
+        return wait_s
 
     def others_available(self, ticket: Ticket, now: float, *, at_other_address: bool) -> bool:
         """Whether an endpoint that has not failed a placed request could take it. `at_other_address`: another rank of
@@ -146,13 +189,22 @@ class Choice:
         if at_other_address:
             tried.update(one.endpoint.uid for one in ticket.placed_state.siblings)
         members = self._endpoints.candidates(ticket.request.model, now=now)
+        if self._endpoints.has_tiers:
+            most = ticket.request.max_tier
+            members = [one for one in members if one.endpoint.tier <= most and not self._is_closed(one, now)]
         return any(one.endpoint.uid not in tried and self.below_limit(one) for one in members)
+
+    @staticmethod
+    def _is_closed(state: EndpointState, now: float) -> bool:
+        return state.endpoint.tier > 1 and now < state.backing_off_until
 
     def has_room(self, state: EndpointState, now: float) -> bool:
         """Whether a waiting request may go to `state` now."""
         if now < state.backing_off_until or not self.below_limit(state):
             return False
-        return not (self.holds and self.policy.is_full(state, now))
+        if state.allowance is not None and self.opens_in_s(state, now) > 0.0:
+            return False
+        return not (self.holds and not state.endpoint.is_elastic and self.policy.is_full(state, now))
 
     # Endpoints that may be asked
 
@@ -167,19 +219,44 @@ class Choice:
         """The endpoints that may be asked. `trials`: if none is up, one that is unreachable may be tried."""
         model = ticket.request.model
         if (uid := self.response_owner(ticket.request, now)) is not None:
-            owner = self._endpoints.get(uid)
-            reachable = owner is not None and owner.health not in {Health.DOWN, Health.EJECTED}
-            return [owner] if owner is not None and reachable and uid not in ticket.avoid else []
+            return self._owner(ticket, uid)
         up = self._endpoints.candidates(model, now=now)
         members = self._usable(ticket, up)
         if not members and trials and not self._endpoints.any_starting():
             members = self._usable(ticket, [*up, *self._endpoints.trials(model, now=now)])  # one of a pair may be up
         return members
 
+    def members_by_tier(self, ticket: Ticket, trials: bool, now: float) -> list[Sequence[EndpointState]]:
+        """The same for each tier up to the request's highest, the lowest tier first; without tiers that have none."""
+        request, endpoints = ticket.request, self._endpoints
+        found: list[Sequence[EndpointState]]
+        if (uid := self.response_owner(request, now)) is not None:
+            found = [self._owner(ticket, uid)]
+        else:
+            up = endpoints.by_tier(request.model, request.max_tier, now=now)
+            found = [self._usable(ticket, members) for members in up]
+            if not any(found) and trials and not endpoints.any_starting():
+                down = [
+                    one for one in endpoints.trials(request.model, now=now) if one.endpoint.tier <= request.max_tier
+                ]
+                tiers = sorted({one.endpoint.tier for one in down})
+                every = [*(one for members in up for one in members), *down]
+                found = [self._usable(ticket, [one for one in every if one.endpoint.tier == tier]) for tier in tiers]
+        return [members for members in found if members]
+
+    def _owner(self, ticket: Ticket, uid: EndpointUid) -> list[EndpointState]:
+        """The owner of a stored response, if it may be asked."""
+        owner = self._endpoints.get(uid)
+        if owner is None or owner.health in {Health.DOWN, Health.EJECTED} or owner.dormant or uid in ticket.avoid:
+            return []
+        return [owner] if owner.endpoint.tier <= ticket.request.max_tier else []
+
     def _usable(self, ticket: Ticket, members: Sequence[EndpointState]) -> Sequence[EndpointState]:
         """Those of `members` that did not fail the request yet, and take it by their role."""
         if ticket.avoid:
             members = [state for state in members if not _was_tried(state, ticket.avoid)]
+        if self._endpoints.has_tiers and ticket.request.model is None:  # their own name would have no place in it
+            members = [state for state in members if state.endpoint.model is None]
         return self._split.usable(ticket.request, members) if self._endpoints.has_roles else members
 
     def _enough(
@@ -190,12 +267,19 @@ class Choice:
             return some
         return () if self._split.can_serve(ticket.request, members) else some
 
-    def _outcome_without_members(self, ticket: Ticket, now: float) -> Outcome | None:
-        """The outcome when no endpoint may be asked; None = an endpoint whose health is not known yet may serve it."""
+    def outcome_without_members(self, ticket: Ticket, now: float) -> Outcome | None:
+        """The outcome when no endpoint may be asked; None = one whose health is not known yet, or that is asleep, may
+        serve it.
+        """
         if (uid := self.response_owner(ticket.request, now)) is not None:
             owner = self._endpoints.get(uid)
+            if uid in self._endpoints.serving.dormant:
+                return None
             is_gone = owner is None or owner.health is Health.DOWN
+            is_gone = is_gone or (owner is not None and owner.endpoint.tier > ticket.request.max_tier)
             return Outcome.RESPONSE_NOT_FOUND if is_gone else Outcome.NO_ENDPOINTS
+        if self._may_rise(ticket):
+            return None
         if ticket.avoid:
             return Outcome.NO_ENDPOINTS
         if self._endpoints.any_starting():
@@ -203,6 +287,15 @@ class Choice:
         if self._endpoints.any_up() and not self._endpoints.is_known(ticket.request.model):
             return Outcome.MODEL_NOT_FOUND
         return Outcome.NO_ENDPOINTS
+
+    def _may_rise(self, ticket: Ticket) -> bool:
+        """Whether an endpoint that is asleep would take the request if it was woken."""
+        serving, request = self._endpoints.serving, ticket.request
+        return bool(serving.dormant) and serving.may_rise(request.model, ticket.avoid, below=request.max_tier + 1)
+
+    def wait_without_members(self, ticket: Ticket) -> Wait:
+        """Why a ticket waits for which no endpoint may be asked."""
+        return Wait.WAKING if self._may_rise(ticket) else Wait.FULL
 
     # The choice
 
@@ -260,7 +353,7 @@ class Choice:
     ) -> Wait | None:
         """Whether a ticket is held for its best candidate, which is full, or others are held for; and why."""
         is_full = self.policy.is_full(best, now)
-        if best.health is Health.DOWN:  # a trial: what was queued there is lost
+        if best.health is Health.DOWN or best.endpoint.is_elastic:  # a trial: what was queued there is lost
             is_full = False
         second = ticket.decode_on
         if not is_full and second is not None and self.policy.is_full_for_decode(second, now):
@@ -349,6 +442,8 @@ class Choice:
             return "backing off"
         if not self.below_limit(state):
             return "full"
+        if state.allowance is not None and self.opens_in_s(state, now) > 0.0:
+            return "limit"
         return "slow start" if state.slow_since is not None and state.slow_credit < 1.0 else None
 
 

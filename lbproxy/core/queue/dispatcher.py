@@ -26,7 +26,7 @@ from lbproxy.core.knowledge.pool_model import PoolModel
 from lbproxy.core.queue.choice import Choice
 from lbproxy.core.queue.flows import Flows
 from lbproxy.core.queue.queue_overload import QueueOverload
-from lbproxy.core.queue.ticket import Ticket, TicketState
+from lbproxy.core.queue.ticket import Ticket, TicketState, Wait
 from lbproxy.core.queue.waiting_queue import WORK_S, WaitingQueue, least_work
 
 MAX_PRICED: Final = 32
@@ -113,7 +113,7 @@ class Dispatcher:
             self._all_woken = False
             for state in self._endpoints.candidates(None, now=now):
                 self._wake_later(state, now)
-        self._observe(self._queue.ready + 1, now)
+        self._observe(self._queue.ready + (ticket.wait is not Wait.WAKING), now)
         self._reserve(ticket, now)
         if ticket.best is not None and self._choice.has_room(ticket.best, now):
             self._woken[ticket.best.endpoint.uid] = ticket.best
@@ -136,7 +136,7 @@ class Dispatcher:
     def misses_deadline(self, ticket: Ticket, now: float) -> bool:
         """Whether a new request that waits for any endpoint will miss its deadline, at the current pace."""
         deadline = ticket.request.deadline
-        if deadline is None or ticket.best is not None:
+        if deadline is None or ticket.best is not None or ticket.wait is Wait.WAKING:
             return False
         ticket.retry_after_s = self.predicted_wait_s(ticket)
         return now + ticket.retry_after_s > deadline
@@ -177,17 +177,20 @@ class Dispatcher:
     def _observe(self, waiting: int, now: float) -> None:
         """Update the overload state: while there is overload, the newest requests are served first."""
         overload = self._overload
-        overload.observe(waiting, self._too_long_s, now)
+        overload.observe(max(0, waiting - self._queue.waking), self._too_long_s, now)
         self._queue.late_s = LATE_SHARE * self._too_long_s if overload.is_lasting else inf
         if self._pool is not None:
             self._pool.overloaded = overload.is_lasting
 
     def _wake_later(self, state: EndpointState, now: float) -> None:
         """Wake an endpoint when it has worked off enough."""
-        if self._pool is not None and self._choice.holds:
+        has_room_in_s = 0.0
+        if self._pool is not None and self._choice.holds and not state.endpoint.is_elastic:
             has_room_in_s = state.load.has_room_in_s(now)
-            if 0.0 < has_room_in_s < inf:
-                self.wake_at(state.endpoint.uid, now + has_room_in_s + ROUNDING_S)
+        if self._endpoints.has_tiers:
+            has_room_in_s = max(has_room_in_s, self._choice.opens_in_s(state, now))
+        if 0.0 < has_room_in_s < inf:
+            self.wake_at(state.endpoint.uid, now + has_room_in_s + ROUNDING_S)
 
     # Service
 
@@ -226,15 +229,19 @@ class Dispatcher:
         changed: list[Ticket],
     ) -> None:
         left, moves, moved = MAX_PRICED, MAX_MOVES, False
-        stuck: set[tuple[str | None, frozenset[EndpointUid]]] = set()
+        lowest = min((state.endpoint.tier for state in with_room.values()), default=0)
+        stuck: set[tuple[str | None, frozenset[EndpointUid], int, bool]] = set()
         work = least_work(self._pool.least_work, now) if self._by_work and self._pool is not None else None
         for ticket in self._queue.in_order(work, self._flows, now):
-            key, best = (ticket.request.model, ticket.avoid), ticket.best
+            request, best = ticket.request, ticket.best
+            key = (request.model, ticket.avoid, request.max_tier, ticket.is_overdue)
             if best is None or (everything and self._is_unavailable(best, key[0])):
                 if key in stuck:
                     continue
             elif best.endpoint.uid not in with_room:
                 if moves <= 0 or now - ticket.priced_at < PRICE_AGAIN_S:
+                    continue
+                if best.endpoint.tier < lowest and not (ticket.is_overdue and lowest <= request.max_tier):
                     continue
                 moves -= 1
             left -= 1
@@ -262,8 +269,19 @@ class Dispatcher:
             if not with_room and not everything:
                 return
 
+    def serve_one(self, ticket: Ticket, now: float, consider: Callable[[Ticket, float], None]) -> bool:
+        """Have one waiting request considered. Returns whether it stopped waiting."""
+        self.release(ticket)
+        consider(ticket, now)
+        if ticket.state is TicketState.WAITING:
+            self._reserve(ticket, now)
+            return False
+        self._queue.remove(ticket)
+        self._overload.request_left()
+        return True
+
     def _is_unavailable(self, state: EndpointState, model: str | None) -> bool:
         """Whether an endpoint takes no requests for `model` any more."""
-        if state.removed or state.draining:
+        if state.removed or state.draining or state.dormant:
             return True
         return state.health is not Health.UP and not self._endpoints.serving.is_readmitted_for(state, model)

@@ -29,10 +29,11 @@ class FailedAttempts:
         why: str,
         refused: bool,
         decided: Verdict | None,
+        retry_after_s: float | None = None,
     ) -> tuple[Verdict, bool]:
         """See `Balancer.after_failure`. Also returns whether the failure counts against the endpoint."""
         state = ticket.placed_state
-        self._backpressure.note_failure(state, kind, now=now)
+        self._backpressure.note_failure(state, kind, now=now, retry_after_s=retry_after_s)
         is_unreachable = kind is FailureKind.CONNECT
         others_available = self._choice.others_available(ticket, now, at_other_address=is_unreachable)
         if kind is FailureKind.STRANDED and ticket.is_trial and state.health is Health.HALF_OPEN:

@@ -7,44 +7,13 @@ from math import ceil
 from typing import Final, NamedTuple
 
 from lbproxy.config.sections.flows import FlowSettings
+from lbproxy.core.capacity.bucket import Bucket, resized
 
 ANONYMOUS: Final = "anonymous"
 """The flow of requests that name no flow and have no key."""
 FIRST_GUESS_TOKENS: Final = 200.0
 """The assumed length of a response, before a flow had any."""
-MINUTE_S: Final = 60.0
 MAX_RETRY_AFTER_S: Final = 60.0
-
-
-class Bucket:
-    """A token bucket over a minute. The level may be below 0, as usage is known afterwards."""
-
-    __slots__ = ("_at", "_level", "size")
-
-    def __init__(self, size: float, now: float) -> None:
-        self.size = self._level = size
-        self._at = now
-
-    def used(self, now: float) -> float:
-        """What is missing to a full bucket."""
-        self.wait_s(0.0, now)
-        return max(0.0, self.size - self._level)
-
-    def resize(self, size: float) -> None:
-        """Change the size; what was used stays used."""
-        self._level += size - self.size
-        self.size = size
-
-    def wait_s(self, needed: float, now: float) -> float:
-        """In how many seconds `needed`, or at most the size of the bucket, is available; 0 = now."""
-        self._level = min(self.size, self._level + self.size * (now - self._at) / MINUTE_S)
-        self._at = now
-        missing = min(needed, self.size) - self._level
-        return missing * MINUTE_S / self.size if missing > 0 else 0.0
-
-    def take(self, amount: float) -> None:
-        """Take an amount, available or not. A negative amount is returned."""
-        self._level -= amount
 
 
 class Refusal(NamedTuple):
@@ -141,18 +110,9 @@ class Flow:
     def reconfigure(self, rule: FlowSettings, now: float) -> None:
         """Apply this rule from now on."""
         self.weight, self.limit = rule.weight, rule.in_flight
-        self.requests = _bucket(self.requests, rule.requests_per_minute, now)
-        self.tokens = _bucket(self.tokens, rule.tokens_per_minute, now)
+        self.requests = resized(self.requests, rule.requests_per_minute, now)
+        self.tokens = resized(self.tokens, rule.tokens_per_minute, now)
         self.limited = any(one is not None for one in (self.limit, self.requests, self.tokens))
-
-
-def _bucket(bucket: Bucket | None, size: int | None, now: float) -> Bucket | None:
-    if size is None:
-        return None
-    if bucket is None:
-        return Bucket(size, now)
-    bucket.resize(size)
-    return bucket
 
 
 @dataclass(frozen=True)

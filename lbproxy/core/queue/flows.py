@@ -24,16 +24,16 @@ from math import exp2
 from typing import Final
 
 from lbproxy.config.sections.flows import FlowSettings, FlowsSettings
+from lbproxy.core.capacity.bucket import MINUTE_S
 from lbproxy.core.queue.flow import (
     ANONYMOUS,
     MAX_RETRY_AFTER_S,
-    MINUTE_S,
     Flow,
     FlowSnapshot,
     Refusal,
 )
 from lbproxy.core.queue.ticket import Ticket
-from lbproxy.core.requests.request import DECODE, InferenceRequest, Usage
+from lbproxy.core.requests.request import DECODE, MAX_TIER, InferenceRequest, Usage
 
 MAX_FLOWS: Final = 1024
 """In addition to those in the settings."""
@@ -258,12 +258,27 @@ class FlowRules:
         self._header = settings.header
         self._rules, self._default = settings.rules, settings.default
         self._priority = settings.default.priority
+        rules = (settings.default, *self._rules.values())
+        self._bounds_tiers = any(one.max_tier is not None for one in rules)
 
     def flow_of(self, key: str | None, header: str | None) -> str:
         """The flow of a request. `header`: the value of `x-lbproxy-flow`, a valid flow name."""
         if header is not None and (key is None if self._header is None else self._header):
             return header
         return key or ANONYMOUS
+
+    def max_tier_of(self, flow: str, asked: int | None, key: str | None) -> int:
+        """The highest tier of endpoints to which a request of this flow may go. `asked`: the client's own bound.
+
+        The bound of the API key holds whichever flow the request chose.
+        """
+        most = MAX_TIER if asked is None else asked
+        if not self._bounds_tiers:
+            return most
+        for name in (flow, flow if key is None else key):
+            own = self._rules.get(name, self._default).max_tier
+            most = most if own is None else min(most, own)
+        return most
 
     def priority_of(self, flow: str, asked: int | None, key: str | None) -> int:
         """The priority of a request of this flow. `asked`: the requested priority; None: none."""

@@ -40,6 +40,25 @@ class Wait(Enum):
     """Other requests wait, and the order of service decides."""
     FLOW = "flow"
     """Its flow has reached its limit of requests."""
+    WAKING = "waking"
+    """Every endpoint that serves it is asleep, or on the way there or back."""
+
+
+class Overflow(Enum):
+    """Why a request was placed above the lowest tier that serves its model."""
+
+    DOWN = "down"
+    """No endpoint of a lower tier takes requests."""
+    FAILED = "failed"
+    """Those that do have failed this request."""
+    WAIT = "wait"
+    """The wait would be too long, or was."""
+    LIMIT = "limit"
+    """It waited too long for endpoints at a configured limit."""
+    FULL = "full"
+    """It would have been refused: the queue is full, or the predicted wait longer than the queue timeout."""
+    DEADLINE = "deadline"
+    """A lower tier would miss its deadline."""
 
 
 class Ticket:
@@ -88,6 +107,12 @@ class Ticket:
     """The endpoint that returned 500 to this request: it is at fault if this attempt succeeds."""
     wait: Wait | None = None
     """Why it began to wait; None = it did not."""
+    overflow: Overflow | None = None
+    """Why it was placed above the lowest tier; None = it was not, or only that tier serves its model."""
+    is_overdue = False
+    """It has waited long enough for a higher tier."""
+    reserved_tokens: float = 0.0
+    """What it reserved of its endpoint's own limits."""
     decode_on: EndpointState | None = None
     """If it is best split, and waits or was just placed: the endpoint that is best for its second leg."""
     prefill: Ticket | None = None
@@ -110,6 +135,8 @@ class Ticket:
         """When waiting ends, with `Outcome.EXPIRED` or, at the request's own deadline, `TOO_LATE`."""
         self.avoid = avoid
         """Endpoints that already failed this request."""
+        self.waits_since = submitted_at
+        """While WAITING: since when it has waited for an endpoint, and not for its flow."""
 
     @property
     def is_trial(self) -> bool:

@@ -21,7 +21,7 @@ from typing import Final
 from lbproxy.config.sections.routing import AdmissionSettings
 from lbproxy.core.queue.flow import Flow
 from lbproxy.core.queue.flows import Flows
-from lbproxy.core.queue.ticket import Ticket
+from lbproxy.core.queue.ticket import Ticket, Wait
 from lbproxy.core.requests.request import InferenceRequest
 
 AGEING_S: Final = 10.0
@@ -76,6 +76,8 @@ class WaitingQueue:
         """A heap of the tickets with a deadline of their own, some of which have left."""
         self._bytes = 0
         self._ready = 0
+        self.waking = 0
+        """Tickets that began to wait for an endpoint that is asleep: they show no overload."""
 
     def _take_limits(self, settings: AdmissionSettings) -> None:
         self._max_requests = settings.queue_requests
@@ -144,6 +146,7 @@ class WaitingQueue:
             queue.ready[key] = ticket
             self._ready += 1
         self._bytes += request.body_bytes
+        self.waking += ticket.wait is Wait.WAKING
         if request.deadline is not None:
             heappush(self._own_deadlines, (ticket.expires_at, key, ticket))
         return shed
@@ -194,6 +197,7 @@ class WaitingQueue:
         if self._tickets.pop(key, None) is None:
             return
         self._bytes -= request.body_bytes
+        self.waking -= ticket.wait is Wait.WAKING
         flow = _flow(ticket)
         flow_queues = self._by_priority[request.priority]
         queue = flow_queues[flow]

@@ -15,6 +15,10 @@ DECODE: Final = 2
 """... and its response generated at another, which gets the prompt's KV cache from the first."""
 
 
+MAX_TIER: Final = 9
+"""The highest tier of endpoints."""
+
+
 class InferenceRequest(NamedTuple):
     """What a routing decision may depend on: no headers, no body."""
 
@@ -56,6 +60,8 @@ class InferenceRequest(NamedTuple):
     makes it PREFILL."""
     prefilled_at: int = 0
     """Of a second leg: the uid of the endpoint that has its prompt."""
+    max_tier: int = MAX_TIER
+    """It must not go to an endpoint of a higher tier."""
 
     def as_leg(self, leg: int, prefilled_at: int = 0) -> InferenceRequest:
         """One leg of it. The first has one token of the response, and shows its progress like a stream: its whole

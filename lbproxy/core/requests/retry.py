@@ -78,13 +78,18 @@ no retry is possible, the client gets the response."""
 
 
 class UpstreamError(Exception):
-    """One attempt failed. `detail` is for the log: it may contain addresses. `refused`: no process listens there."""
+    """One attempt failed. `detail` is for the log: it may contain addresses. `refused`: no process listens there.
+    `retry_after_s`: as the endpoint said.
+    """
 
-    def __init__(self, kind: FailureKind, detail: str, *, refused: bool = False) -> None:
+    def __init__(
+        self, kind: FailureKind, detail: str, *, refused: bool = False, retry_after_s: float | None = None
+    ) -> None:
         super().__init__(detail)
         self.kind = kind
         self.detail = detail
         self.refused = refused
+        self.retry_after_s = retry_after_s
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,9 @@ _LINE_BYTES: Final = 64
 """How much of an incomplete line is kept to recognise such an event."""
 
 
+_LINE_FEED: Final = b"\n"
+
+
 class EventScanner:
     """Scans the payload of one SSE response, which it gets in order, in pieces of any size."""
 
@@ -94,6 +97,26 @@ class EventScanner:
             self._overlap = (self._overlap + data[start:end])[-_OVERLAP_BYTES:]
         self.at_boundary = self._overlap.endswith(_ENDS)
 
+    def is_token(self, data: bytes, start: int, end: int, usage: UsageScanner) -> bool:
+        """Whether `data[start:end]` is one event of one line in which neither this nor `usage` finds anything: a token,
+        as engines send it. It is counted then, and neither needs to be fed. A quarter of what the two cost: `partition`
+        takes half of the time of `find`, and a quarter of that of `in`, which first tries to read bytes as a number.
+        """
+        if not self.at_boundary or not self.has_content or self._watch_finish or usage.is_reading:
+            return False
+        if end - start < 8 or data[end - 1] != 10 or data[end - 2] != 10 or data[start + 4] != 58:
+            return False
+        if data[start] != 100 or data[start + 1] != 97 or data[start + 2] != 116 or data[start + 3] != 97:
+            return False
+        line = data[start : end - 2]
+        if line.partition(_LINE_FEED)[1]:
+            return False
+        parts = line.partition(_USAGE)
+        if parts[1] and (parts[2][:5] != _NULL or parts[2].partition(_USAGE)[1]):
+            return False
+        self.events += 1
+        return True
+
     def _count_preamble(self, piece: bytes) -> None:
         """Count the events of the preamble."""
         lines, _, rest = (self._line + piece).rpartition(b"\n")
@@ -114,6 +137,8 @@ class EventScanner:
 
 
 _USAGE: Final = b'"usage"'
+_NULL: Final = b":null"
+"""After the key: it is no object."""
 _USAGE_BEGINS: Final = tuple(_USAGE[:n] for n in range(len(_USAGE) - 1, 0, -1))
 """How a piece ends if the key continues in the next piece; the longest first."""
 _USAGE_BYTES: Final = 1024
@@ -136,11 +161,13 @@ _TOO_MANY: Final = 1_000_000_000
 
 
 class UsageScanner:
-    """Finds the last `usage` object of a payload, streaming or not."""
+    """Finds the last `usage` object of a payload, streaming or not. `null` is none, if it comes in one piece."""
 
-    __slots__ = ("_first", "_partial_key", "_tail")
+    __slots__ = ("_first", "_partial_key", "_tail", "is_reading")
 
     def __init__(self) -> None:
+        self.is_reading = False
+        """A piece may continue what was found before."""
         self._first = b""
         """The text of the first such object, once another follows: in Anthropic's streams only the first may have the
         prompt tokens."""
@@ -152,6 +179,8 @@ class UsageScanner:
     def feed(self, data: bytes, start: int, end: int) -> None:
         """The next piece is `data[start:end]`."""
         at = data.rfind(_USAGE, start, end)
+        while at >= 0 and data[at + 7 : min(end, at + 12)] == _NULL:  # in each chunk of SGLang
+            at = data.rfind(_USAGE, start, at)
         if at >= 0:
             if not self._first:
                 first = start if self._tail else data.find(_USAGE, start, end)
@@ -163,6 +192,7 @@ class UsageScanner:
         elif self._tail and len(self._tail) < _USAGE_BYTES:
             self._tail += data[start : min(end, start + _USAGE_BYTES - len(self._tail))]
         self._partial_key = _beginning(data, start, end) if data.endswith(_USAGE_BEGINS, start, end) else b""
+        self.is_reading = bool(self._partial_key) or 0 < len(self._tail) < _USAGE_BYTES
 
     def _search_overlap(self, data: bytes, start: int, end: int) -> None:
         """Find a key that is split between the last piece and this one, or continues into the next."""
@@ -174,6 +204,7 @@ class UsageScanner:
         elif self._tail:
             self._tail = (self._tail + piece)[:_USAGE_BYTES]
         self._partial_key = _beginning(overlap, 0, len(overlap))
+        self.is_reading = bool(self._partial_key) or 0 < len(self._tail) < _USAGE_BYTES
 
     @property
     def usage(self) -> Usage | None:

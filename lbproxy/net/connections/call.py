@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple, TypeAlias
 
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
-from lbproxy.net.connections.h1 import ResponseHead
+from lbproxy.net.connections.h1 import PayloadWatcher, ResponseHead
 from lbproxy.net.connections.patience import Limits
 from lbproxy.net.connections.pool import Connection, ConnectionPool
 from lbproxy.net.dialing.origin import Origin
@@ -27,7 +27,7 @@ class Called(NamedTuple):
 Result: TypeAlias = Called | UpstreamError
 
 
-class Call:
+class Call(PayloadWatcher):
     """One request, a net.connections.pool.Receiver. `start` it once; `done` is called once, unless it is cancelled."""
 
     switches = False

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from lbproxy.core.endpoints.credentials import ApiKey
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
-from lbproxy.net.connections.h1 import ResponseHead, request_head
+from lbproxy.net.connections.h1 import PayloadWatcher, ResponseHead, request_head
 from lbproxy.net.connections.patience import Limits
 from lbproxy.net.connections.pool import Connection, ConnectionPool
 from lbproxy.net.dialing.origin import Origin
@@ -78,7 +78,7 @@ def bearer(key: ApiKey) -> bytes:
 _FIELDS = b"Accept: */*\r\nUser-Agent: lbproxy\r\n"
 
 
-class _Collector:
+class _Collector(PayloadWatcher):
     """Gets head and end as a receiver, and the payload as a watcher."""
 
     switches = False

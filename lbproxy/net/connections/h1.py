@@ -12,6 +12,8 @@ import re
 from functools import lru_cache
 from typing import Final, NamedTuple, Protocol
 
+from mypy_extensions import mypyc_attr
+
 MAX_HEAD_BYTES: Final = 64 << 10
 MAX_FIELDS: Final = 128
 _MAX_CHUNK_LINE: Final = 4 << 10
@@ -61,12 +63,18 @@ class ProtocolError(Exception):
         continuation."""
 
 
-class PayloadWatcher(Protocol):
-    """Sees the payload, without framing, while it is relayed."""
+@mypyc_attr(allow_interpreted_subclasses=True)
+class PayloadWatcher:
+    """Sees the payload, without framing, while it is relayed.
+
+    A class, as a call of a Protocol's method is a look-up by name, for each event of a stream.
+    """
+
+    __slots__ = ()
 
     def feed(self, data: bytes, start: int, end: int) -> None:
         """The next piece is `data[start:end]`."""
-        ...
+        raise NotImplementedError
 
 
 class Framing(Protocol):
@@ -162,12 +170,11 @@ class ChunkedFraming:
         """See Framing."""
         at, end = start, len(data)
         if not (self._left or self._line or self._in_trailer or self.done):
-            # Usually one read is one complete chunk with one token; recognising that costs a third of the walk.
-            eol = data.find(b"\r\n", at, at + _USUAL_LINE)
-            size = _usual_chunk_size(data[at:eol]) if eol > 0 else None
-            if size is not None and eol + size + 4 == end and data.endswith(b"\r\n"):
+            # Usually one read is one complete chunk with one token; recognising that costs a twentieth of the walk.
+            payload = _only_chunk(data, at, end)
+            if payload:
                 if self._watcher is not None:
-                    self._watcher.feed(data, eol + 2, end - 2)
+                    self._watcher.feed(data, payload, end - 2)
                 return end
         try:
             while at < end and not self.done:
@@ -240,14 +247,30 @@ class ChunkedFraming:
             raise ProtocolError("a bad trailer")
 
 
-_USUAL_LINE: Final = 8
+_USUAL_DIGITS: Final = 6
 
 
-@lru_cache(maxsize=1024)
-def _usual_chunk_size(line: bytes) -> int | None:
-    """The size of a chunk that is above 0 and alone on its line; None for every other line."""
-    match = _CHUNK_LINE.fullmatch(line)
-    return int(line, 16) or None if match is not None and match[1] == line else None
+def _only_chunk(data: bytes, at: int, end: int) -> int:
+    """Where the payload begins if `data[at:end]` is one complete chunk, its size alone on its line; 0 if it is not, or
+    something unusual. Byte by byte: compiled, that is a tenth of what a search or a slice costs.
+    """
+    line, size = at, 0
+    last = min(end - 4, at + _USUAL_DIGITS)
+    while line < last:
+        digit = data[line]
+        if 48 <= digit <= 57:
+            size = 16 * size + digit - 48
+        elif 97 <= digit <= 102:
+            size = 16 * size + digit - 87
+        elif 65 <= digit <= 70:
+            size = 16 * size + digit - 55
+        else:
+            break
+        line += 1
+    payload = line + 2
+    if not size or payload + size + 2 != end or data[line] != 13 or data[line + 1] != 10:
+        return 0
+    return payload if data[end - 2] == 13 and data[end - 1] == 10 else 0
 
 
 class ResponseHead(NamedTuple):

@@ -23,8 +23,8 @@ from lbproxy.core.requests.retry import STATUS_FAILURES, FailureKind, UpstreamEr
 from lbproxy.core.requests.sse import find_response_id, read_usage
 from lbproxy.net.connections.h1 import ResponseHead
 from lbproxy.net.connections.pool import Connection
-from lbproxy.net.dialing.origin import Origin
-from lbproxy.proxy.exchange.exchanger import LARGE_BODY_BYTES, expected_prompt_tokens
+from lbproxy.net.connections.retry_after import retry_after_s
+from lbproxy.proxy.exchange.exchanger import LARGE_BODY_BYTES, expected_prompt_tokens, origin_of
 from lbproxy.proxy.exchange.failures import NO_FAILURES, FailedAttempts, is_missing, refusal_after
 from lbproxy.proxy.exchange.lifetime import Lifetime
 from lbproxy.proxy.exchange.relay import Relay, can_continue, is_json
@@ -41,6 +41,7 @@ from lbproxy.proxy.exchange.steps import (
 )
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.headers import client_head
+from lbproxy.proxy.request.reading import as_named_by
 
 Arguments = TypeVarTuple("Arguments")
 
@@ -118,9 +119,8 @@ class Exchange(Lifetime):
 
     def _connect(self, ticket: Ticket) -> None:
         """Send the request, or its second leg, to where it is placed."""
-        endpoint = ticket.placed_state.endpoint
-        origin = Origin.parse(endpoint.base_url, endpoint.tls, endpoint.proxy)
-        connection = self._shared.connections.take(origin) if ticket.request.repeatable else None  # may be closed
+        connections = self._shared.connections
+        connection = connections.take(origin_of(ticket)) if ticket.request.repeatable else None  # it may be closed
         if connection is not None:
             self._send(ticket, connection)
         else:
@@ -131,11 +131,9 @@ class Exchange(Lifetime):
             self._place()
 
     def _dial(self, ticket: Ticket) -> None:
-        endpoint = ticket.placed_state.endpoint
-        origin = Origin.parse(endpoint.base_url, endpoint.tls, endpoint.proxy)
         shared = self._shared
         dial = shared.connections.dial(
-            origin, shared.limits.connect_s, lambda result: self._guarded(self._dialled, result)
+            origin_of(ticket), shared.limits.connect_s, lambda result: self._guarded(self._dialled, result)
         )
         self._enter(DIALLING, dial)
 
@@ -152,6 +150,7 @@ class Exchange(Lifetime):
         request, state, record, limits = self.request, ticket.placed_on, self.record, self._shared.limits
         if self._split is not None:
             request, limits = self._split.send_second()
+        request = as_named_by(state.endpoint, request)
         forwarded = self.client.peer.lines(request.fields, http10=request.http10)
         head = request.head_for(state.endpoint, record.id, forwarded, ask_load=state.asks_load, trace=record.trace)
         connection.send(request.method, head, request.body, self, limits)
@@ -275,7 +274,7 @@ class Exchange(Lifetime):
         self._work = None  # the connection is back in the pool
         if head.load_report:
             head = self._shared.note_load_report(head, ticket, wanted=self.request.fields.wants_load_report)
-        if head.status in STATUS_FAILURES and self._retry_elsewhere(head.status, body):
+        if head.status in STATUS_FAILURES and self._retry_elsewhere(head.status, body, head):
             return
         if self._head_sent_by:
             self._cannot_continue(head, ticket)
@@ -313,7 +312,7 @@ class Exchange(Lifetime):
         assert isinstance(connection, Connection)
         if head.load_report:
             head = self._shared.note_load_report(head, ticket, wanted=self.request.fields.wants_load_report)
-        if head.status in STATUS_FAILURES and self._retry_elsewhere(head.status):
+        if head.status in STATUS_FAILURES and self._retry_elsewhere(head.status, head=head):
             connection.abort()
             return
         if self._head_sent_by and not can_continue(head):
@@ -434,7 +433,7 @@ class Exchange(Lifetime):
         self._shared.runtime.close(ticket, verdict.outcome)
         self._retry(verdict.delay_s)
 
-    def _retry_elsewhere(self, status: int, body: bytes = b"") -> bool:
+    def _retry_elsewhere(self, status: int, body: bytes = b"", head: ResponseHead | None = None) -> bool:
         """Whether to drop this response and ask another endpoint, which is then in progress."""
         ticket, runtime = self._ticket, self._shared.runtime
         assert ticket is not None
@@ -445,7 +444,9 @@ class Exchange(Lifetime):
             return False
         if kind is FailureKind.ERROR and self._place_whole_instead(kind):
             return True
-        verdict = runtime.after_failure(ticket, UpstreamError(kind, f"returned {status}"), self._failed.kinds)
+        after_s = None if head is None else retry_after_s(head.end_to_end)
+        error = UpstreamError(kind, f"returned {status}", retry_after_s=after_s)
+        verdict = runtime.after_failure(ticket, error, self._failed.kinds)
         if not verdict.retry:
             return False
         self._note_failure(ticket, kind, f"upstream_{status}")
@@ -476,6 +477,8 @@ class Exchange(Lifetime):
         """Run a step; nothing above would handle its exceptions."""
         try:
             step(*arguments)
+        except LbError as error:
+            self.refuse(error)
         except Exception:  # noqa: BLE001 - logged there, with its traceback
             self.defect()
 

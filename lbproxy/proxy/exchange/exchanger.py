@@ -14,6 +14,7 @@ from lbproxy.core.queue.ticket import Ticket
 from lbproxy.net.connections.h1 import ResponseHead
 from lbproxy.net.connections.patience import Limits
 from lbproxy.net.connections.pool import ConnectionPool
+from lbproxy.net.dialing.origin import Origin
 from lbproxy.request_runtime import RequestRuntime
 
 LARGE_BODY_BYTES: Final = 16 << 10
@@ -55,6 +56,8 @@ class Exchanger:
         if not self.expose_endpoint:
             return always
         fields = f"{always}x-lbproxy-endpoint: {record.endpoint}\r\n"
+        if record.tier > 1:
+            fields += f"x-lbproxy-tier: {record.tier}\r\n"
         if record.prefill is not None:
             fields += f"x-lbproxy-prefill: {record.prefill}\r\n"
         if not explain or not self.explain_header:
@@ -64,6 +67,12 @@ class Exchanger:
         if explanation is None:
             return fields
         return f"{fields}x-lbproxy-explain: {explanation}; queue_ms={1000.0 * record.queue_s:.1f}\r\n"
+
+
+def origin_of(ticket: Ticket) -> Origin:
+    """Where a placed request is sent."""
+    endpoint = ticket.placed_state.endpoint
+    return Origin.parse(endpoint.base_url, endpoint.tls, endpoint.proxy)
 
 
 def expected_prompt_tokens(ticket: Ticket) -> float:

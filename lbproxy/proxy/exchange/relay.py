@@ -41,7 +41,7 @@ from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.request import DECODE, Usage
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.core.requests.sse import EventScanner, IdScanner, JsonWatcher, UsageScanner
-from lbproxy.net.connections.h1 import ResponseHead
+from lbproxy.net.connections.h1 import PayloadWatcher, ResponseHead
 from lbproxy.net.connections.pool import Connection
 from lbproxy.proxy.exchange.opening import Opening
 from lbproxy.proxy.request.client_request import ClientRequest
@@ -129,7 +129,7 @@ NEXT_STAGES: Final = {
 """The table above; tests compare every change with it."""
 
 
-class Relay:
+class Relay(PayloadWatcher):
     """One response: the net.connections.pool.Receiver of its body."""
 
     __slots__ = (
@@ -233,12 +233,14 @@ class Relay:
 
     def feed(self, data: bytes, start: int, end: int) -> None:
         """The next piece of payload."""
-        if self._scanner is not None:
-            self._scanner.feed(data, start, end)
-        elif self._completeness is not None:
-            self._completeness.feed(data, start, end)
-        if self._usage is not None:
-            self._usage.feed(data, start, end)
+        scanner, usage = self._scanner, self._usage
+        if scanner is None or usage is None or not scanner.is_token(data, start, end, usage):
+            if scanner is not None:
+                scanner.feed(data, start, end)
+            elif self._completeness is not None:
+                self._completeness.feed(data, start, end)
+            if usage is not None:
+                usage.feed(data, start, end)
         if self._ids is not None:
             self._look_for_id(self._ids, data, start, end)
         if not self._verbatim:
@@ -411,8 +413,7 @@ class Relay:
 
     def _send(self, data: bytes) -> None:
         self._record.response_bytes += len(data)
-        if not self._transport.is_closing():
-            self._transport.write(data)
+        self._transport.write(data)  # which drops it if the connection is closing
 
     def _report_progress(self, now: float) -> None:
         """Report progress. Of a stream only events count: comments only show that the server is alive."""

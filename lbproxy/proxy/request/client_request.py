@@ -12,6 +12,7 @@ from lbproxy.core.engines.orca import REQUEST_HEADER
 from lbproxy.core.observed.trace import Trace
 from lbproxy.net.connections.fetch import bearer
 from lbproxy.net.connections.h1 import request_head
+from lbproxy.net.dialing.below import below
 from lbproxy.net.dialing.origin import Origin
 from lbproxy.proxy.request.headers import RequestFields
 from lbproxy.proxy.request.routes import Route
@@ -23,6 +24,8 @@ _ASK_LOAD: Final = f"{REQUEST_HEADER}: TEXT\r\n"
 _RANK_LINES: Final = re.compile(rb"(?im)^x-data-parallel-rank:[^\r\n]*\r\n")
 
 
+_ELSEWHERE: Final = re.compile(rb"(?im)^(?:x-data-parallel-rank|cookie|api-key|x-goog-api-key):[^\r\n]*\r\n")
+"""Fields for one's own servers, and credentials beside `CREDENTIALS`: no endpoint above tier 1 gets them."""
 _RANK_GONE: Final = re.compile(rb"dp_rank|data_parallel_rank")
 _MAX_ERROR_BYTES: Final = 4096
 
@@ -60,11 +63,15 @@ class ClientRequest(NamedTuple):
     ) -> bytes:
         """The head for `endpoint`, with lbproxy's own fields. `forwarded`: field lines about the client. `ask_load`:
         request a load report with the response, in a format that clients cannot choose. `trace`: if the request is
-        traced.
+        traced. An endpoint above tier 1 is elsewhere: it is told nothing of the client.
         """
         method, target, _, fields, body, credentials, _, traced = self
         host, named, key = _addressed(endpoint.base_url, endpoint.rank, endpoint.api_key, endpoint.tls)
         forward = fields.forward
+        target = below(endpoint.base_url, target)
+        if endpoint.tier > 1:
+            forward, named = _ELSEWHERE.sub(b"", forward), ""
+            forwarded = b"".join(line for line in forwarded.splitlines(True) if line.startswith(b"Via:"))
         if endpoint.rank is not None:
             forward = _RANK_LINES.sub(b"", forward)  # only one rank can be meant
         if key is not None:

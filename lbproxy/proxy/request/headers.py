@@ -49,6 +49,7 @@ HINTS: Final = frozenset(
         b"x-lbproxy-priority",
         b"x-lbproxy-flow",
         b"x-lbproxy-slo-ttft-ms",
+        b"x-lbproxy-tier",
         b"x-session-id",
         *SESSIONS,
         b"x-lbproxy-explain",
@@ -74,6 +75,7 @@ _MEANINGFUL: Final = (
     | {b"content-type", b"content-encoding", b"via", b"max-forwards"}
 )
 _PRIORITY: Final = re.compile(rb"-?[0-9]{1,3}")
+TIER: Final = re.compile(rb"[1-9]")
 _MILLISECONDS: Final = re.compile(rb"[0-9]{1,9}")
 _FLOW: Final = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _TARGET: Final = re.compile(r"/[!\"$-~]*")  # ASCII without white space and fragments
@@ -121,6 +123,8 @@ class RequestFields:
     """x-lbproxy-flow; None: missing, or not a valid name of a flow."""
     slo_ttft_s: float | None = None
     """x-lbproxy-slo-ttft-ms, in seconds; None: missing or invalid."""
+    max_tier: int | None = None
+    """x-lbproxy-tier: the highest tier of endpoints that the client allows; None: any."""
     session: str | None = None
     """x-session-id, or one of `SESSIONS`: the client's name of the conversation."""
     wants_load_report: bool = False
@@ -135,7 +139,9 @@ class RequestFields:
     """x-lbproxy-explain: the client asks for an explanation of the routing decision."""
 
     def read_hint(self, key: bytes, value: bytes) -> None:
-        """Read a field of `HINTS`; `key` in lower case."""
+        """Read a field of `HINTS`; `key` in lower case. Raises LbError for a tier that cannot be meant: a prompt that
+        is to stay does not go elsewhere because of a typing error.
+        """
         if key == b"x-session-id" or (key in SESSIONS and self.session is None):
             self.session = value[:MAX_SESSION_BYTES].decode("latin-1") or None
         elif key in SESSIONS:
@@ -148,6 +154,10 @@ class RequestFields:
             self.explain = value == b"1"
         elif key == b"x-lbproxy-flow":
             self.flow = value.decode("ascii") if _FLOW.fullmatch(value) else None
+        elif key == b"x-lbproxy-tier":
+            if TIER.fullmatch(value) is None:
+                raise LbError(Outcome.BAD_REQUEST, "x-lbproxy-tier is a number from 1 to 9.")
+            self.max_tier = min(int(value), self.max_tier or int(value))
         elif key == b"x-lbproxy-slo-ttft-ms":
             self.slo_ttft_s = int(value) / 1000.0 if _MILLISECONDS.fullmatch(value) else None
         else:

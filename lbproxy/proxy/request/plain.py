@@ -26,6 +26,7 @@ from lbproxy.proxy.request.headers import (
     NOT_FORWARDED,
     OURS,
     REQUEST_ID,
+    TIER,
     X_FORWARDED,
     RequestFields,
 )
@@ -118,6 +119,8 @@ def _read_fields(lines: list[bytes]) -> RequestFields | None:  # noqa: PLR0912 -
         if name == b"content-type":
             forward.append(line)
             fields.content_type = value.lower()
+        elif name == b"x-lbproxy-tier" and TIER.fullmatch(value) is None:
+            return None
         elif name in HINTS:
             if not name.startswith(OURS):
                 forward.append(line)

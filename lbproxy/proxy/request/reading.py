@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple, TypeAlias
 
 from lbproxy.config.tree import Settings
+from lbproxy.core.endpoints.endpoint import Endpoint
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.queue.flows import FlowRules
 from lbproxy.core.requests.forms import FormWalk, read_form_model, rename_form_model
@@ -15,7 +16,7 @@ from lbproxy.core.requests.openai import BodyFacts, ModelCard, Pieces, read_json
 from lbproxy.core.requests.outline import omitted_bytes
 from lbproxy.core.requests.prompt_keys import BlockKey, hash_prompt
 from lbproxy.core.requests.prompts import Flattening, Prompt
-from lbproxy.core.requests.request import InferenceRequest
+from lbproxy.core.requests.request import WHOLE, InferenceRequest
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.handshake import query_model, with_query_model
 from lbproxy.proxy.request.headers import MAX_SESSION_BYTES
@@ -151,6 +152,9 @@ class Reading:
             bool(request.body) and not has_json(request),
             False,
             self._runtime.splits and _is_splittable(request, read),
+            WHOLE,
+            0,
+            self._flow_rules.max_tier_of(flow, fields.max_tier, record.key),
         )
 
     def _socket(self, request: ClientRequest, record: RequestRecord) -> tuple[ClientRequest, InferenceRequest]:
@@ -199,6 +203,22 @@ class Reading:
             self._served_until = now + SERVED_S
             self._served = frozenset(card.id for card in self._runtime.model_cards())
         return self._served
+
+
+def as_named_by(endpoint: Endpoint, request: ClientRequest) -> ClientRequest:
+    """The request with the endpoint's own name of the model, if it has one. Raises LbError INVALID_JSON for a body that
+    names a model too often.
+    """
+    model = endpoint.model
+    if model is None:
+        return request
+    if request.fields.upgrade:
+        return request._replace(target=with_query_model(request.target, model))
+    if has_json(request) and request.body:
+        return request._replace(body=b"".join(rename_model(request.body, model)))
+    if has_form(request):
+        return request._replace(body=b"".join(rename_form_model(request.body, request.fields.content_type, model)))
+    return request
 
 
 def _storage(request: ClientRequest, fields: Mapping[str, object]) -> tuple[str | None, bool]:

@@ -42,6 +42,8 @@ class Server:
     """What the balancer is told of its capacity."""
     role: Role = Role.BOTH
     """What it does of a request. None but engines hand over KV."""
+    tier: int = 1
+    """Above 1 it is a provider: nobody probes or scrapes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

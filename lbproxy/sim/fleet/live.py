@@ -88,6 +88,8 @@ def introduce(front: Front, servers: Sequence[LiveServer], options: FleetOptions
             name=f"s{server.number}",
             base_url=f"http://s{server.number}:80",
             weight=server.spec.weight,
+            tier=server.spec.tier,
+            metrics="auto" if server.spec.tier == 1 else None,
             kv_cache_tokens=server.spec.preset.kv_tokens if options.sizes_declared else None,
             role=server.spec.role,
             connector=None if server.spec.role is Role.BOTH else CONNECTOR,

@@ -39,11 +39,15 @@ class Parameter(NamedTuple):
 
 
 FOREVER = ""
-EVERYWHERE = ("requests", "health", "metrics", "all")
+EVERYWHERE = ("requests", "health", "metrics", "wake", "sleep", "state", "all")
 COMMON = {
     "share": Parameter("1", "share of the matching requests, at random", at_most=1.0),
     "for": Parameter(FOREVER, "seconds; without it, until the fault is removed"),
-    "on": Parameter("requests", "which requests: POSTs under /v1/, /health, /metrics, or all", EVERYWHERE),
+    "on": Parameter(
+        "requests",
+        "which requests: POSTs under /v1/, /health, /metrics, /wake_up, /sleep, /is_sleeping, or all",
+        EVERYWHERE,
+    ),
     "having": Parameter("", "only requests whose body has this text, which may not contain spaces"),
 }
 KINDS: dict[str, tuple[str, dict[str, Parameter]]] = {

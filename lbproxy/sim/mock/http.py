@@ -17,6 +17,7 @@ from typing import Self
 
 import orjson
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from lbproxy.sim.engine.model_server import ModelServer, make_server
 from lbproxy.sim.engine.presets import BLOCK_TOKENS
@@ -36,10 +37,12 @@ from lbproxy.sim.mock.sabotage import Handler, Saboteur
 from lbproxy.sim.mock.serving.desk import Desk, client_request_id, detail, fields_of, json_response
 from lbproxy.sim.mock.serving.driver import Driver
 from lbproxy.sim.mock.serving.generation import Generation
+from lbproxy.sim.mock.serving.provider import API, Provider
 from lbproxy.sim.mock.serving.published import CLEAR_PATH, Published
 from lbproxy.sim.mock.serving.reading import Reading
 from lbproxy.sim.mock.serving.realtime import Realtime
 from lbproxy.sim.mock.serving.responses import Responses
+from lbproxy.sim.mock.serving.sleep import SleepMode
 from lbproxy.sim.mock.transfer import families
 from lbproxy.sim.mock.transfer.sglang import DEFAULT_PORT
 
@@ -70,11 +73,13 @@ class MockServer:
         self.published = Published(options, engine)
         self.driver = Driver(engine, options.speed, self._stepped)
         self.connector = make_connector(options, self.driver)
+        self.sleep = SleepMode(options, self.driver, self.published.clear)
         self._desk = Desk(options, self.driver, self._adapters, self.connector)
         self._started_at = time.time()
         self._created = int(self._started_at)
         self._runner: web.AppRunner | None = None
-        self._saboteur = Saboteur(parse_faults("\n".join(options.faults)), options.seed, self._refuse, self.driver.pace)
+        faults = parse_faults("\n".join(options.faults))
+        self._saboteur = Saboteur(faults, options.seed, self._refuse, self.driver.pace, options.path_prefix or API)
 
     @property
     def url(self) -> str:
@@ -97,12 +102,14 @@ class MockServer:
         )
         await runner.setup()
         try:
+            self.sleep.start()
             await self.connector.start(self.options.host)
             self.published.start()
             await web.TCPSite(runner, self.options.host, self.options.port).start()
         except BaseException:
             await self.connector.close()
             self.published.close()
+            self.sleep.close()
             await runner.cleanup()
             raise
         self._runner = runner
@@ -119,6 +126,7 @@ class MockServer:
         self.driver.run(False)
         await self.connector.close()
         self.published.close()
+        self.sleep.close()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -130,21 +138,28 @@ class MockServer:
         await self.close()
 
     def _application(self) -> web.Application:
-        application = web.Application(
-            client_max_size=MAX_BODY_BYTES, middlewares=[self._saboteur.middleware, _vllm_errors]
-        )
-        application.on_response_prepare.append(_sign)
+        api = [
+            *Generation(self._desk).routes(),
+            *Reading(self._desk).routes(),
+            *Responses(self._desk).routes(),
+            *Realtime(self._desk).routes(),
+        ]
+        if self.options.is_provider:
+            provider = Provider(self.options, self._created)
+            application = self._bare_application(provider.middleware)
+            application.on_response_prepare.append(provider.sign)
+            application.add_routes([*provider.routes(api), *self._saboteur.routes()])
+            return application
+        application = self._bare_application(_vllm_errors)
         application.add_routes(
             [
-                *Generation(self._desk).routes(),
-                *Reading(self._desk).routes(),
-                *Responses(self._desk).routes(),
-                *Realtime(self._desk).routes(),
+                *api,
                 # FastAPI, unlike aiohttp, does not answer HEAD where it answers GET.
                 web.get("/v1/models", self._models, allow_head=False),
                 web.get("/health", self._health, allow_head=False),
                 web.get("/version", self._version, allow_head=False),
                 web.post(CLEAR_PATH, self.published.clear_cache),
+                *self.sleep.routes(),
                 *self._saboteur.routes(),
             ]
         )
@@ -155,6 +170,12 @@ class MockServer:
         if self.options.lora_updates:
             application.router.add_post(LOAD_PATH, self._load_adapter)
             application.router.add_post(UNLOAD_PATH, self._unload_adapter)
+        return application
+
+    def _bare_application(self, errors: Middleware) -> web.Application:
+        """One without routes. `errors` words what is refused."""
+        application = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._saboteur.middleware, errors])
+        application.on_response_prepare.append(_sign)
         return application
 
     def _stepped(self, adapters: Sequence[str]) -> None:
@@ -226,8 +247,8 @@ class MockServer:
             gauges = self.driver.engine.gauges()
             return families.sglang(options.model, options.role, gauges, tokens, self.connector.queues())
         if options.connector is None:
-            return render(page)
-        body = render(page) + families.external_cache(options.model, page.ranks)
+            return render(page) + self.sleep.metrics()
+        body = render(page) + self.sleep.metrics() + families.external_cache(options.model, page.ranks)
         if options.connector in ("nixl", "mooncake"):
             times = {"transfer_ms": preset.transfer_ms, "token_ms": preset.transfer_token_ms}
             body += families.vllm(options.model, options.connector, options.role, page.ranks, **times)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -17,6 +18,7 @@ CONNECTORS = {"nixl": "vllm", "shared-storage": "vllm", "sglang": "sglang", "moo
 """And the engine that each belongs to."""
 
 MAX_RANKS = 64
+_PREFIX = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +85,32 @@ class MockOptions:
     """Where KV events are published: `tcp://*:port` is bound, `tcp://host:port` connected to; None = nowhere."""
     kv_events_replay: str | None = None
     """Where they are replayed: `tcp://*:port`."""
+    sleep_mode: bool = False
+    """It can be put to sleep and woken, as with vLLM's --enable-sleep-mode."""
+    asleep: bool = False
+    """It sleeps from the start."""
+    sleep_level: int = 1
+    """At which it sleeps then."""
+    wake_time: float = 3.0
+    """Seconds that a wake takes."""
+    sleep_time: float = 1.0
+    """Seconds that it takes to fall asleep."""
+    gpu: str | None = None
+    """Name of a GPU that it shares with other simulated servers on this machine: only one that is awake has memory."""
+
+    provider: bool = False
+    """It is a paid provider (`serving.provider`); any of the following makes it one as well."""
+    path_prefix: str | None = None
+    """Where its API is, instead of `/v1`."""
+    require_key: str | None = None
+    """The only API key that it accepts; None = none is needed."""
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    """None = as many as come."""
 
     def __post_init__(self) -> None:
         self._check_transfer()
+        self._check_sleep()
         if self.preset not in PRESETS:
             raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {self.preset!r}")
         if self.engine not in ENGINES:
@@ -106,10 +131,21 @@ class MockOptions:
             raise ValueError("kv_events needs an engine with a cache, which there is none with ttft")
         if self.kv_events_replay is not None and self.kv_events is None:
             raise ValueError("kv_events_replay needs kv_events")
+        self._check_provider()
         self.times()
         Adapters(self.model, self.adapters)
         self.hardware()
         parse_faults("\n".join(self.faults))
+
+    def _check_sleep(self) -> None:
+        if self.asleep and not self.sleep_mode:
+            raise ValueError("asleep needs sleep_mode")
+        if self.sleep_level not in (1, 2):
+            raise ValueError(f"sleep_level must be 1 or 2, got {self.sleep_level}")
+        if not (0 <= self.wake_time < float("inf") and 0 <= self.sleep_time < float("inf")):
+            raise ValueError("wake_time and sleep_time must be numbers of seconds")
+        if self.gpu is not None and not (self.gpu.isidentifier() and len(self.gpu) <= 64):
+            raise ValueError(f"gpu must be letters, digits and underscores, got {self.gpu!r}")
 
     def _check_transfer(self) -> None:
         if self.role not in ROLES:
@@ -131,6 +167,25 @@ class MockOptions:
             raise ValueError(f"kv_lease must be a positive number, got {self.kv_lease}")
         if self.kv_load_failure not in ("fail", "recompute"):
             raise ValueError(f"kv_load_failure must be 'fail' or 'recompute', got {self.kv_load_failure!r}")
+
+    def _check_provider(self) -> None:
+        prefix = self.path_prefix
+        if prefix is not None and not _PREFIX.fullmatch(prefix):
+            raise ValueError(f"path_prefix must be like /openai/v1, got {prefix!r}")
+        if self.require_key is not None and not (self.require_key.isascii() and self.require_key.isprintable()):
+            raise ValueError("require_key must be printable ASCII")
+        for name in ("requests_per_minute", "tokens_per_minute"):
+            limit: int | None = getattr(self, name)
+            if limit is not None and limit < 1:
+                raise ValueError(f"{name} must be at least 1, got {limit}")
+        if self.is_provider and self.connector is not None:
+            raise ValueError("a provider has no connector")
+
+    @property
+    def is_provider(self) -> bool:
+        """Is it a paid provider?"""
+        given = (self.path_prefix, self.require_key, self.requests_per_minute, self.tokens_per_minute)
+        return self.provider or any(one is not None for one in given)
 
     def times(self) -> FixedTimes | None:
         """Those of a server whose times are fixed; None = it is an engine."""

@@ -26,7 +26,13 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _CHOSEN = web.RequestKey("_CHOSEN", Fault)
 _EVENT_END = b"\n\n"
-_PLACES = {"/health": "health", "/metrics": "metrics"}
+_PLACES = {
+    "/health": "health",
+    "/metrics": "metrics",
+    "/wake_up": "wake",
+    "/sleep": "sleep",
+    "/is_sleeping": "state",
+}
 
 
 class Saboteur:
@@ -38,11 +44,13 @@ class Saboteur:
         seed: int,
         refuse: Callable[[bool], Awaitable[None]],
         pace: Callable[[float | None], None],
+        prefix: str,
     ) -> None:
         """`refuse(True)` closes the port and `refuse(False)` opens it.
 
-        `pace` takes how many times as slow the engine is to be; None = it stands still.
+        `pace` takes how many times as slow the engine is to be; None = it stands still. `prefix`: of the API's paths.
         """
+        self._api = f"{prefix}/"
         self._first = faults
         self._book = FaultBook(seed)
         self._refuse = refuse
@@ -124,11 +132,16 @@ class Saboteur:
             return await handler(request)
         now = asyncio.get_running_loop().time()
         body = await request.read() if self._book.reads_bodies(now=now) else b""
-        fault = self._book.chosen(_place(request), body, now=now)
+        fault = self._book.chosen(self._place(request), body, now=now)
         if fault is None:
             return await handler(request)
         await request.read()
         return await self._carry_out(fault, request, handler)
+
+    def _place(self, request: web.Request) -> str:
+        if request.method == "POST" and request.path.startswith(self._api):
+            return "requests"
+        return _PLACES.get(request.path, "other")
 
     async def _carry_out(self, fault: Fault, request: web.Request, handler: Handler) -> web.StreamResponse:
         if fault.kind == "freeze":
@@ -268,9 +281,3 @@ def _refusal(status: int, retry_after_s: int) -> web.Response:
     return web.Response(
         body=orjson.dumps({"error": error}), status=status, content_type="application/json", headers=headers
     )
-
-
-def _place(request: web.Request) -> str:
-    if request.method == "POST" and request.path.startswith("/v1/"):
-        return "requests"
-    return _PLACES.get(request.path, "other")

@@ -62,6 +62,8 @@ class FakeSteering:
     def __init__(self) -> None:
         self.settings = parse(SETTINGS, environ={})
         self.problems: list[str] | None = []
+        self.asleep_problem: str | None = None
+        self.awake: list[bool] = []
         self.added: list[tuple[Mapping[str, object], bool]] = []
 
     async def reload(self) -> list[str] | None:
@@ -79,6 +81,10 @@ class FakeSteering:
     def set_log_level(self, level: str) -> None:
         log = self.settings.log.model_copy(update={"level": level})
         self.settings = self.settings.model_copy(update={"log": log})
+
+    def set_awake(self, uid: int, awake: bool) -> str | None:
+        self.awake.append(awake)
+        return self.asleep_problem
 
     def origin(self, name: str) -> str:
         return "settings"
@@ -143,6 +149,22 @@ def test_a_page_from_elsewhere_cannot_have_a_browser_change_anything() -> None:
             assert (await client.get("/admin/state", headers={"host": "evil.example"})).status_code == 403
             assert not any(one.draining for one in made.rig.snapshots())
             assert (await client.post("/admin/endpoints/e1/drain", headers=JSON)).json()["draining"] is True
+
+    run(main())
+
+
+def test_an_endpoint_can_be_woken_and_put_to_sleep_unless_that_cannot_be() -> None:
+    async def main() -> None:
+        async with site() as (made, client):
+            for path in ("wake", "sleep"):
+                answer = await client.post(f"/admin/endpoints/e1/{path}", headers=JSON)
+                assert answer.json() == {"name": "e1", "sleep": None}
+            assert made.steering.awake == [True, False]
+            made.steering.asleep_problem = "it is off"
+            refused = await client.post("/admin/endpoints/e1/wake", headers=JSON)
+            assert code(refused) == (409, "not_possible")
+            assert "e1 cannot be woken: it is off." in refused.text
+            assert code(await client.post("/admin/endpoints/no/wake", headers=JSON)) == (404, "unknown_endpoint")
 
     run(main())
 
@@ -495,6 +517,7 @@ endpoints: [{{url: "http://a:1", api_key: {secrets[5]}, kv_cache_tokens: 300000,
 def test_what_is_called_a_secret_is_one_by_its_type() -> None:
     """The type hides it wherever it is shown; a name that looks like one must be known to be none."""
     none = {"EndpointSettings.kv_cache_tokens", "TlsSettings.key", "AuthSettings.keys"}
+    none |= {"EndpointSettings.tokens_per_minute", "EndpointSettings.tokens_per_day"}
     none |= {"FlowSettings.tokens_per_minute", "EngineSettings.block_size_tokens"}
     none |= {"ExplainSettings.header", "FlowsSettings.header"}
     sections: list[type[BaseModel]] = [Settings]

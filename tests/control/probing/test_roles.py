@@ -21,7 +21,7 @@ FOUND = "e1: role prefill, but no decode endpoint has connector nixl"
 
 
 class FakePool:
-    has_roles = True
+    splits = True
     looks = 0
 
     def __init__(self, *endpoints: EndpointSnapshot) -> None:
@@ -68,7 +68,7 @@ def test_endpoints_that_take_no_requests_are_no_partners(
 
 def test_without_roles_nothing_is_read() -> None:
     pool = FakePool(PREFILL)
-    pool.has_roles = False
+    pool.splits = False
     watch(pool).look()
     assert pool.looks == 0
     watch(pool, "url: http://10.0.0.1:8000, role: prefill").look()

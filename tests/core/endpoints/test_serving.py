@@ -274,7 +274,7 @@ def test_a_model_that_no_member_lists_any_more_leaves_nothing_behind(leaves: str
     """Names of models come and go for months; the index holds those of now."""
     balancer, uids = listing("a", "b")
     balancer.report_models(uids["ab".index(leaves)], [card("c")])
-    assert leaves not in balancer._endpoints.serving._by_model
+    assert leaves not in balancer._endpoints.serving.tiers[1].by_model
     assert names(balancer, leaves) == []
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from lbproxy.config.sections.flows import FlowsSettings
 from lbproxy.config.sections.routing import AdmissionSettings
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.queue.flow import Bucket, Flow
+from lbproxy.core.capacity.bucket import Bucket
+from lbproxy.core.queue.flow import Flow
 from lbproxy.core.queue.flows import MAX_FLOWS, OTHERS, FlowRules, Flows
 from lbproxy.core.queue.ticket import Ticket, TicketState, Wait
 from lbproxy.core.requests.outcome import Outcome

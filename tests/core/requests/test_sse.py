@@ -244,3 +244,68 @@ def test_the_whole_prompt_counts_whatever_the_engine_means_by_input_tokens(
 ) -> None:
     assert said.resolved(expected).prompt_tokens == prompt
     assert said.resolved(expected).cached_tokens == said.cached_tokens
+
+
+PIECES = st.sampled_from(
+    [
+        b'data: {"choices":[{"delta":{"content":" a"}}]}\n\n',
+        b'data:{"usage":null}\n\n',
+        b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":2}}\n\n',
+        b'data: {"usage":{"prompt_tokens":7,"completion_tokens":2},"x":"' + b"y" * 1200 + b'"}\n\n',
+        b'data: a\ndata: "usage":{"prompt_tokens":1}\n\n',
+        b"data: a\n\ndata: b\n\n",
+        b"data: a\r\n\r\n",
+        b"data: a\n",
+        b"\n",
+        b'data: {"us',
+        b'age":{"prompt_tokens":3}}\n\n',
+        b"data:\n\n",
+        b"data\n\n",
+        b": comment\n\n",
+        b"event: ping\ndata: {}\n\n",
+        b"d",
+        b"\n\n",
+    ]
+)
+
+
+@given(pieces=st.lists(PIECES, max_size=12), skip=st.booleans(), around=st.tuples(st.binary(max_size=9), st.binary()))
+def test_a_token_that_is_recognised_leaves_both_scanners_as_if_they_had_read_it(
+    pieces: list[bytes], skip: bool, around: tuple[bytes, bytes]
+) -> None:
+    before, after = around
+    events, usage = EventScanner(skip_preamble=skip), UsageScanner()
+    plain_events, plain_usage = EventScanner(skip_preamble=skip), UsageScanner()
+    for piece in pieces:
+        data, start, end = before + piece + after, len(before), len(before) + len(piece)
+        if not events.is_token(data, start, end, usage):
+            events.feed(data, start, end)
+            usage.feed(data, start, end)
+        plain_events.feed(data, start, end)
+        plain_usage.feed(data, start, end)
+        assert (events.events, events.has_content, events.at_boundary) == (
+            plain_events.events,
+            plain_events.has_content,
+            plain_events.at_boundary,
+        )
+        assert usage.usage == plain_usage.usage
+
+
+def test_usage_that_is_null_is_none_and_hides_none() -> None:
+    scanner = UsageScanner()
+    said = b'data: {"usage":{"prompt_tokens":7,"completion_tokens":2}}\n\n'
+    for piece in (said + b'data: {"usage":null}\n\n', b'data: {"usage":null}\n\n'):
+        scanner.feed(piece, 0, len(piece))
+        assert scanner.usage == Usage(7, None, 2)
+
+
+def test_most_events_of_a_stream_are_recognised_as_tokens() -> None:
+    events, usage = EventScanner(), UsageScanner()
+    token = b'data: {"choices":[{"delta":{"content":" a"}}],"usage":null}\n\n'
+    known = []
+    for piece in (token, token, b'data: {"usage":{"prompt_tokens":7}}\n\n', token, token):
+        known.append(events.is_token(piece, 0, len(piece), usage))
+        if not known[-1]:
+            events.feed(piece, 0, len(piece))
+            usage.feed(piece, 0, len(piece))
+    assert known == [False, True, False, False, False], "what follows `usage` may continue it"

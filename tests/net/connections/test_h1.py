@@ -13,13 +13,14 @@ from lbproxy.net.connections.h1 import (
     ChunkedFraming,
     CloseFraming,
     LengthFraming,
+    PayloadWatcher,
     ProtocolError,
     parse_head,
     request_head,
 )
 
 
-class Payload:
+class Payload(PayloadWatcher):
     """Keeps what a framing shows its watcher."""
 
     def __init__(self) -> None:

@@ -72,7 +72,7 @@ def test_a_line_says_what_differs_from_the_defaults() -> None:
         ("status code=nan", "got 'nan'"),
         ("status share=2", "status share must be 0 to 1"),
         ("status for=-1", "status for must be"),
-        ("status on=moon", "status on must be one of requests, health, metrics, all, got 'moon'"),
+        ("status on=moon", "status on must be one of requests, health, metrics, wake, sleep, state, all, got 'moon'"),
         ("break how=gently", "break how must be one of fin, rst"),
         ("refuse", "refuse needs for=SECONDS"),
         ("freeze\n" * 17, "over 16 faults"),

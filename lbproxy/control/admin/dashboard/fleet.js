@@ -9,11 +9,14 @@ const STATES = {
   __proto__: null,  // a state of any name is looked up in it
   up: ["●", "good"], starting: ["○", "info"], half_open: ["◐", "warn"], ejected: ["▲", "bad"], down: ["✕", "bad"],
   draining: ["▽", "warn"], leaving: ["▷", "warn"],
+  asleep: ["☾", "info"], waking: ["◔", "info"], falling_asleep: ["◕", "info"], off: ["◌", "info"],
 };
-const stateOf = (one) => (one.leaving ? "leaving" : one.draining ? "draining" : one.health);
-const isServing = (one) => one.health === "up" && !one.draining && !one.leaving;
+/** Why it is not awake; null: it is, or is just down. */
+const sleepOf = (one) => (!one.sleep || ["awake", "unknown"].includes(one.sleep.state) ? null : one.sleep.state);
+const stateOf = (one) => (one.leaving ? "leaving" : one.draining ? "draining" : sleepOf(one) ?? one.health);
+const isServing = (one) => one.health === "up" && !one.draining && !one.leaving && sleepOf(one) === null;
 const isBlind = (one) => one.metrics_age_s !== null && one.waiting === null && one.running === null && one.kv_utilization === null;
-const needsLook = (one) => !isServing(one) || one.backing_off || one.share < 1 || isBlind(one);
+const needsLook = (one) => (!isServing(one) && sleepOf(one) === null) || one.sleep?.failures > 0 || one.backing_off || one.share < 1 || isBlind(one);
 
 function notesOf(one) {
   const notes = [];
@@ -21,6 +24,8 @@ function notesOf(one) {
     if (one.health !== "up") notes.push(words(one.health));
     notes.push(one.in_flight ? `${number(one.in_flight)} still running` : "no requests");
   }
+  if (sleepOf(one) !== null && one.sleep.left_s !== null) notes.push(`awake in about ${duration(one.sleep.left_s)}`);
+  if (one.sleep?.failures) notes.push(`${count(one.sleep.failures, "failure")} in a row`);
   if (one.readmitted) notes.push("used although ejected");
   if (one.backing_off) notes.push("backing off");
   if (one.share < 1) notes.push(`slow start, ${percent(one.share)}`);
@@ -113,12 +118,14 @@ function drawRow(row, one) {
   const { name, role, about, state, cells, button } = row.parts;
   const [symbol, tone] = STATES[stateOf(one)] ?? ["?", ""];
   put(name, plain(one.name));
-  role.hidden = one.role === "both";
-  put(role, one.role === "both" ? "" : plain(one.role));
+  const parts = [one.role === "both" ? "" : plain(one.role), one.tier > 1 ? `tier ${one.tier}` : ""].filter(Boolean);
+  role.hidden = parts.length === 0;
+  put(role, parts.join(", "));
+  const limits = Object.entries(one.limits_used).map(([name, share]) => `\n${plain(name)}: ${Math.round(100 * share)} % used`).join("");
   const handover = one.role === "both" ? "" : `\nrole: ${plain(one.role)}, connector: ${one.connector === null ? "unknown" : plain(one.connector)}`;
   const models = one.models === null ? "models unknown" : one.models.slice(0, 8).map(plain).join(", ") || "no model";
   put(about, one.engine === "auto" ? models : `${plain(one.engine)} · ${models}`);
-  set(name.parentElement, "title", `${plain(one.name)}\n${plain(one.url)}\n${plain(one.engine)}: ${models}\nfrom: ${plain(one.from)}${handover}`);
+  set(name.parentElement, "title", `${plain(one.name)}\n${plain(one.url)}\n${plain(one.engine)}: ${models}\nfrom: ${plain(one.from)}${handover}${limits}`);
   put(state[0], symbol);
   put(state[1], words(stateOf(one)));
   set(state[0], "class", `symbol ${tone}`);

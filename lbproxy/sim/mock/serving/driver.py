@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 
 from lbproxy.sim.engine.model_server import ModelServer
-from lbproxy.sim.engine.sequence import FirstToken, Hold
+from lbproxy.sim.engine.sequence import FirstToken, Hold, SimRequest
 from lbproxy.sim.mock.apis.call import Choice, garbled
 from lbproxy.sim.mock.apis.fields import ApiError
 from lbproxy.sim.mock.connectors.legs import Leg
@@ -121,6 +121,10 @@ class Driver:
         self._frozen = False
         self.is_dead = False
         """The engine has failed, and is not started again."""
+        self.paused = False
+        """What is submitted is kept, and computed later."""
+        self._kept: dict[str, SimRequest] = {}
+        self._idle: asyncio.Future[None] | None = None
 
     def run(self, running: bool) -> None:
         """Compute, or stop at once."""
@@ -148,7 +152,10 @@ class Driver:
                 work = replace(work, hold=hold, source=source)
                 if source is not None:
                     flight.leg.watch(index, source, partial(self._poke, request_id))
-            self.engine.add(work, now=now)
+            if self.paused:
+                self._kept[request_id] = work
+            else:
+                self.engine.add(work, now=now)
             self._flights[request_id] = (flight, index)
         self._arm()
         return ids
@@ -159,8 +166,41 @@ class Driver:
         if left:
             now = asyncio.get_running_loop().time()
             for request_id in left:
-                self.engine.abort(request_id, now=now)
+                if self._kept.pop(request_id, None) is None:
+                    self.engine.abort(request_id, now=now)
             self._arm()
+            self._note_idle()
+
+    def pause(self) -> None:
+        """Keep what is submitted from now on; what runs goes on."""
+        self.paused = True
+
+    def resume(self) -> None:
+        """Compute what was kept."""
+        self.paused = False
+        kept, self._kept = self._kept, {}
+        now = asyncio.get_running_loop().time()
+        for work in kept.values():
+            self.engine.add(work, now=now)
+        self._arm()
+
+    def abort_all(self, why: str) -> None:
+        """End what runs; what is kept stays."""
+        running = [request_id for request_id in self._flights if request_id not in self._kept]
+        for request_id in running:
+            self._flights[request_id][0].fail(why)
+        self.withdraw(running)
+
+    async def idle(self) -> None:
+        """Wait until nothing runs any more. Does not count what is kept."""
+        while len(self._flights) > len(self._kept):
+            if self._idle is None or self._idle.done():
+                self._idle = asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._idle)
+
+    def _note_idle(self) -> None:
+        if self._idle is not None and not self._idle.done() and len(self._flights) <= len(self._kept):
+            self._idle.set_result(None)
 
     def release(self, hold: Hold) -> None:
         """Free what is held."""
@@ -225,6 +265,7 @@ class Driver:
                     self.finished[flight.choices[index].answer.finish_reason] += 1
                     if not flight.left:
                         woken[flight] = None
+        self._note_idle()
         self._stepped(self.engine.gauges().running_adapters)
         for flight in woken:
             flight.wake()

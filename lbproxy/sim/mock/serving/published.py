@@ -48,9 +48,13 @@ class Published:
 
     async def clear_cache(self, _request: web.Request) -> web.StreamResponse:
         """POST /reset_prefix_cache: vLLM says 200 whether it could or not."""
+        self.clear()
+        return web.Response()
+
+    def clear(self) -> None:
+        """Empty the prefix caches."""
         for engine in self._engines:
             engine.clear_cache(now=asyncio.get_running_loop().time())
-        return web.Response()
 
     def close(self) -> None:
         """Let go of all addresses. May be called twice."""

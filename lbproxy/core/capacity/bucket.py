@@ -1,0 +1,92 @@
+"""Amounts over time: a token bucket over a minute, and what was used in the last day."""
+
+from __future__ import annotations
+
+from typing import Final
+
+MINUTE_S: Final = 60.0
+DAY_S: Final = 86400.0
+SLOT_S: Final = 600.0
+"""What was used is forgotten in steps of this."""
+SLOTS: Final = 145
+"""A day, and the step that has begun: what is shown as used in a day is never too little."""
+
+
+class Bucket:
+    """A token bucket over a minute. The level may be below 0, as usage is known afterwards."""
+
+    __slots__ = ("_at", "_level", "size")
+
+    def __init__(self, size: float, now: float) -> None:
+        self.size = self._level = size
+        self._at = now
+
+    def used(self, now: float) -> float:
+        """What is missing to a full bucket."""
+        self.wait_s(0.0, now)
+        return max(0.0, self.size - self._level)
+
+    def resize(self, size: float) -> None:
+        """Change the size; what was used stays used."""
+        self._level += size - self.size
+        self.size = size
+
+    def wait_s(self, needed: float, now: float) -> float:
+        """In how many seconds `needed`, or at most the size of the bucket, is available; 0 = now."""
+        self._level = min(self.size, self._level + self.size * (now - self._at) / MINUTE_S)
+        self._at = now
+        missing = min(needed, self.size) - self._level
+        return missing * MINUTE_S / self.size if missing > 0 else 0.0
+
+    def take(self, amount: float) -> None:
+        """Take an amount, available or not. A negative amount is returned."""
+        self._level -= amount
+
+
+def resized(bucket: Bucket | None, size: int | None, now: float) -> Bucket | None:
+    """The bucket with another size, or a new one; None if there is no limit."""
+    if size is None:
+        return None
+    if bucket is None:
+        return Bucket(size, now)
+    bucket.resize(size)
+    return bucket
+
+
+class Day:
+    """What was used in the last 24 hours, of at most `size`."""
+
+    __slots__ = ("_slots", "_step", "_total", "size")
+
+    def __init__(self, size: float, now: float) -> None:
+        self.size = size
+        self._slots = [0.0] * SLOTS
+        self._step = int(now // SLOT_S)
+        self._total = 0.0
+
+    def used(self, now: float) -> float:
+        """The amount. It may be above `size`, as usage is known afterwards."""
+        step = int(now // SLOT_S)
+        if step > self._step:
+            for passed in range(max(self._step, step - SLOTS) + 1, step + 1):
+                self._slots[passed % SLOTS] = 0.0
+            self._step = step
+            self._total = sum(self._slots)
+        return max(0.0, self._total)
+
+    def wait_s(self, needed: float, now: float) -> float:
+        """In how many seconds `needed`, or at most `size`, is available; 0 = now."""
+        excess = self.used(now) + min(needed, self.size) - self.size
+        if excess <= 0.0:
+            return 0.0
+        for step in range(self._step - SLOTS + 1, self._step + 1):
+            excess -= self._slots[step % SLOTS]
+            if excess <= 0.0:
+                return max(1.0, (step + SLOTS) * SLOT_S - now)
+        return DAY_S
+
+    def take(self, amount: float, now: float) -> None:
+        """Take an amount, available or not. A negative amount is returned."""
+        self.used(now)
+        self._slots[self._step % SLOTS] += amount
+        self._total += amount

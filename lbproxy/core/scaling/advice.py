@@ -1,0 +1,256 @@
+"""How many endpoints each model should have, kept steady; and how long its requests wait, and how much room is left.
+
+`Advice.look` is called once a second. A higher number counts at once, a lower one when it has been enough for the whole
+`window`, with a tenth more load than there is. Unknown is what there is now, and where no request came for the
+whole window, 0. Endpoints that are down, ejected, draining or asleep do nothing, so they do not count; nor do those
+above tier 1, as what overflows to them is what more endpoints are for.
+
+It owns the demand and what is read of it. A model is forgotten `FORGET_S` after the last endpoint that listed it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from math import inf
+from typing import Final, NamedTuple
+
+from lbproxy.core.capacity.room import HOLD_MS
+from lbproxy.core.endpoints.endpoint import EndpointUid
+from lbproxy.core.endpoints.health import Health
+from lbproxy.core.endpoints.state import EndpointState
+from lbproxy.core.requests.openai import ModelCard
+from lbproxy.core.scaling.capacity import Load, endpoints_for
+from lbproxy.core.scaling.demand import Demand
+from lbproxy.core.scaling.gauges import gauges_of, used_tokens
+from lbproxy.core.scaling.offered import total
+from lbproxy.core.scaling.readings import Readings
+
+TARGET_SHARE: Final = 0.25
+"""Of the target, at least, is for waiting: prompts whose prefill takes longer than the target are late on any number
+of endpoints."""
+DOWN_MARGIN: Final = 1.1
+"""Fewer endpoints must be enough for this many times the load."""
+MAX_GROWTH: Final = 4
+"""Times as many endpoints as there are, at most."""
+FORGET_S: Final = 3600.0
+SAMPLE: Final = 100
+"""Endpoints whose gauges are read in one look, about: of more each time others, so that a look takes 2 ms."""
+_SERVING: Final = frozenset({Health.UP, Health.HALF_OPEN})
+
+
+class ModelScaling(NamedTuple):
+    """What an autoscaler may want to know of one model."""
+
+    model: str
+    endpoints: int
+    """That take requests now."""
+    recommended: int | None
+    """None: prefill and decode are apart, or nothing is learned under this policy."""
+    waiting: int
+    """Requests in the queue of lbproxy."""
+    predicted_wait_s: float | None
+    """Of a request that arrives now; None: no endpoint takes it, or nothing is learned under this policy."""
+    room: float | None
+    """Share of the endpoints' capacity that is left, 0..1; None: as above."""
+
+
+class _Listing(NamedTuple):
+    """What an endpoint lists."""
+
+    cards: Mapping[str, ModelCard]
+    names: frozenset[str]
+    base: frozenset[str]
+    """Those that are no adapters."""
+
+
+class _Group:
+    """Models on the same endpoints."""
+
+    def __init__(self, now: float) -> None:
+        self.models: frozenset[str] = frozenset()
+        self.base: frozenset[str] = frozenset()
+        self.looked_at = self.listed_at = now
+        self.readings = Readings()
+        self.enough: deque[tuple[float, int]] = deque()
+        """When how many endpoints were enough: falling numbers."""
+        self.busy_at = now
+        """When there was demand for the last time, or the first look."""
+        self.last = 1
+        """What was recommended last."""
+
+
+class Advice:
+    """Of all models."""
+
+    def __init__(self, target_s: float, window_s: float) -> None:
+        self.demand = Demand()
+        self.models: list[ModelScaling] = []
+        """In the order of their names."""
+        self._target_s, self._window_s = target_s, window_s
+        self._looked_at: float | None = None
+        self._looks = 0
+        self._groups: dict[str, _Group] = {}
+        """By model: the models of a group have the same."""
+        self._listings: dict[EndpointUid, _Listing] = {}
+        self._streamed: dict[EndpointUid, int] = {}
+
+    def reconfigure(self, target_s: float, window_s: float) -> None:
+        """Apply other settings."""
+        self._target_s, self._window_s = target_s, window_s
+
+    def look(
+        self, members: Iterable[EndpointState], waiting: Iterable[str | None], now: float, *, learns: bool
+    ) -> None:
+        """Look at all endpoints and at the models of the requests that wait. `learns`: the policy does."""
+        for_s = 0.0 if self._looked_at is None else now - self._looked_at
+        self._looked_at, self._looks = now, self._looks + 1
+        queued = Counter(model for model in waiting if model is not None)
+        found = list[ModelScaling]()
+        listed = [(state, self._listing(state)) for state in members if state.models and state.endpoint.tier == 1]
+        streamed, self._streamed = self._streamed, {state.endpoint.uid: state.tokens_streamed for state, _ in listed}
+        self._listings = {state.endpoint.uid: listing for state, listing in listed}
+        for names, base, states in _sets(listed):
+            self.demand.know(sorted(names))
+            group = self._group(names, now)
+            group.base, group.looked_at, group.listed_at = base, now, now
+            tokens = sum(one.tokens_streamed - streamed.get(one.endpoint.uid, one.tokens_streamed) for one in states)
+            found += self._look_at(group, states, tokens, queued, for_s, learns=learns)
+        for group in {id(one): one for one in self._groups.values() if one.looked_at < now}.values():
+            group.looked_at = now
+            found += self._look_at(group, (), 0, queued, for_s, learns=learns)
+        self._forget_the_gone(now)
+        self.models = sorted(found)
+
+    def _listing(self, state: EndpointState) -> _Listing:
+        """What it lists, read again only if it lists something else."""
+        known, cards = self._listings.get(state.endpoint.uid), state.models
+        assert cards is not None
+        if known is not None and known.cards is cards:
+            return known
+        return _Listing(cards, frozenset(cards), frozenset(name for name, one in cards.items() if one.parent is None))
+
+    def _group(self, names: frozenset[str], now: float) -> _Group:
+        """The group of these models. One that has changed goes on with what is known of one of its models."""
+        group = next((self._groups[name] for name in sorted(names) if name in self._groups), None) or _Group(now)
+        if group.models != names:
+            group.models = names
+            self._groups |= {name: group for name in names if name in self.demand.models}
+        return group
+
+    def _forget_the_gone(self, now: float) -> None:
+        for name, group in list(self._groups.items()):
+            if name not in group.models or now - group.listed_at > FORGET_S:
+                del self._groups[name], self.demand.models[name]
+
+    def _look_at(
+        self,
+        group: _Group,
+        states: Sequence[EndpointState],
+        streamed: int,
+        queued: Mapping[str, int],
+        for_s: float,
+        *,
+        learns: bool,
+    ) -> list[ModelScaling]:
+        """One group; its models that are no adapters. `streamed`: tokens since the last look."""
+        now = group.looked_at
+        usable = [state for state in states if _takes_requests(state)]
+        step = 1 + len(usable) // SAMPLE
+        sample = usable[self._looks % step :: step]
+        waiting = sum(queued.get(model, 0) for model in group.models) if queued else 0
+        recommended: int | None = None
+        if learns:
+            gauges = gauges_of(sample, len(usable), now)
+            counts = total(self.demand.models[model] for model in group.models if model in self.demand.models)
+            group.readings.look(counts, streamed, gauges, for_s)
+            if gauges is not None or not usable:
+                recommended = self._recommend(group, len(usable), waiting, now)
+        wait_s = room = None
+        if learns and sample:
+            wait_s, room = _wait_s(sample, waiting * len(sample) / len(usable), now), _room(sample, now)
+        return [
+            ModelScaling(model, len(usable), recommended, queued.get(model, 0), wait_s, room)
+            for model in group.base
+            if model in self.demand.models
+        ]
+
+    def _recommend(self, group: _Group, count: int, waiting: int, now: float) -> int:
+        readings, window_s = group.readings, self._window_s
+        load = readings.load(waiting)
+        if readings.is_busy or waiting:
+            group.busy_at = now
+        if now - group.busy_at > window_s:
+            group.enough.clear()
+            return 0
+        enough = _enough(readings, load, count, self._target_s)
+        if enough is None:
+            enough = max(count, 1 if count or not load.rate else group.last)
+        while group.enough and group.enough[-1][1] <= enough:
+            group.enough.pop()
+        group.enough.append((now, enough))
+        while group.enough[0][0] < now - window_s:
+            group.enough.popleft()
+        group.last = group.enough[0][1]
+        return group.last
+
+
+def _enough(readings: Readings, load: Load, count: int, target_s: float) -> int | None:
+    """How many endpoints are enough where there are `count`; None: not known."""
+    if not readings.is_known or not load.rate:
+        return None
+    capacity = readings.capacity()
+    wait_s = max(target_s - load.work * capacity.prefill_s, TARGET_SHARE * target_s)
+    enough = endpoints_for(load, capacity, wait_s)
+    if enough < count:
+        enough = min(count, endpoints_for(load._replace(rate=DOWN_MARGIN * load.rate), capacity, wait_s))
+    return max(1, min(enough, MAX_GROWTH * max(count, 1)))
+
+
+def _sets(
+    listed: Sequence[tuple[EndpointState, _Listing]],
+) -> list[tuple[frozenset[str], frozenset[str], list[EndpointState]]]:
+    """Endpoints by the models that they list, all and those that are no adapters: those with one in common belong
+    together.
+    """
+    alike: dict[frozenset[str], tuple[frozenset[str], list[EndpointState]]] = {}
+    for state, listing in listed:
+        alike.setdefault(listing.names, (listing.base, []))[1].append(state)
+    sets: list[tuple[frozenset[str], frozenset[str], list[EndpointState]]] = []
+    for names, (base, members) in alike.items():
+        joined = [(names, base, members), *(one for one in sets if one[0] & names)]
+        sets = [one for one in sets if not one[0] & names]
+        sets.append(
+            (
+                frozenset[str]().union(*(one[0] for one in joined)),
+                frozenset[str]().union(*(one[1] for one in joined)),
+                [state for one in joined for state in one[2]],
+            )
+        )
+    return sets
+
+
+def _takes_requests(state: EndpointState) -> bool:
+    return not (state.draining or state.dormant or state.removed) and state.health in _SERVING
+
+
+def _wait_s(usable: Sequence[EndpointState], waiting: float, now: float) -> float:
+    """How long a request waits that arrives now: behind those that wait here, then at the best endpoint."""
+    least_ms = min(state.load.wait_ms(now) for state in usable)
+    starts = sum(state.load.room.slots.rate(now) for state in usable) if waiting else 1.0
+    return least_ms / 1000.0 + waiting / starts
+
+
+def _room(usable: Sequence[EndpointState], now: float) -> float:
+    """The mean share that is left, of the scarcest of what each endpoint has."""
+    return sum(_room_of(state, now) for state in usable) / len(usable)
+
+
+def _room_of(state: EndpointState, now: float) -> float:
+    load = state.load
+    if load.full_by(now) is not None:
+        return 0.0
+    requests = state.in_flight + load.room.others.requests(now)
+    slots = requests / load.room.slots.limit if load.room.slots.limit < inf else 0.0
+    space = used_tokens(state, now) / load.kv.known_tokens if load.kv.known_tokens else 0.0
+    return max(0.0, 1.0 - max(slots, space, load.prefill_ms(now) / HOLD_MS))

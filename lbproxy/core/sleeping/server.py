@@ -1,0 +1,148 @@
+"""What is known of one model server that may sleep: its phase, its ranks, how long it takes to wake, its failures."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+from lbproxy.core.endpoints import health
+from lbproxy.core.endpoints.endpoint import EndpointUid, SleepSpec
+from lbproxy.core.endpoints.health import Health
+from lbproxy.core.endpoints.state import EndpointState
+from lbproxy.core.sleeping.phase import Phase
+
+SAMPLES: Final = 5
+"""The median of so many is the forecast: one wake that had to wait for a disk does not count for long."""
+RETRY_FIRST_S: Final = 5.0
+RETRY_MAX_S: Final = 300.0
+"""Back-off after a wake, a sleep or a start that failed; it doubles with each in a row."""
+IDLE_S: Final = 1.0
+"""A server is idle if nothing ran there for so long: between two requests of one client it is not."""
+DOWN_FREE_S: Final = 60.0
+"""A server that has been down for so long is taken to have freed its GPU, though no refused connection shows it."""
+HELD: Final = frozenset({Phase.AWAKE, Phase.DRAINING, Phase.FALLING_ASLEEP, Phase.WAKING, Phase.STARTING})
+"""In these phases a server has, or gets, the memory of its GPU."""
+
+
+class Forecast:
+    """How long something takes, by the last times."""
+
+    __slots__ = ("_times",)
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque(maxlen=SAMPLES)
+
+    def add(self, took_s: float) -> None:
+        """Note one more."""
+        self._times.append(took_s)
+
+    @property
+    def seconds(self) -> float | None:
+        """The prediction; None: it was never seen."""
+        return sorted(self._times)[len(self._times) // 2] if self._times else None
+
+
+class Server:
+    """One model server. Owned by `core.sleeping.sleepers`."""
+
+    def __init__(self, states: Sequence[EndpointState], spec: SleepSpec, now: float) -> None:
+        self.states = states
+        """Its endpoint, or those of all of its ranks."""
+        self.spec = spec
+        self.phase = Phase.UNKNOWN
+        self.since = now
+        """When the phase began."""
+        self.occupies = True
+        """It has the memory of its GPU, as far as known."""
+        self.calling = False
+        """A driver carries out an order."""
+        self.failures = 0
+        """Wakes, sleeps or starts in a row that failed."""
+        self.retry_at = now
+        self.wakes = Forecast()
+        self.sleeps = Forecast()
+        self.starts = Forecast()
+        self.idle_since = now
+        self.unreachable_at = now
+        """When its probes did not pass, last."""
+        self.by_hand: str | None = None
+        """What an operator asked for and is not done yet: `wake` or `sleep`."""
+        self._seen: tuple[float, ...] = ()
+        """What changed with each request, when it was last looked at."""
+
+    @property
+    def name(self) -> str:
+        """The server's, without a rank."""
+        return self.states[0].endpoint.server
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return self.states[0].endpoint.base_url
+
+    @property
+    def uid(self) -> EndpointUid:
+        """Of its endpoint, or of the first rank."""
+        return self.states[0].endpoint.uid
+
+    @property
+    def is_reachable(self) -> bool:
+        """Its probes pass."""
+        return self.states[0].health in health.HEALTHY_STATES
+
+    @property
+    def is_down(self) -> bool:
+        """Its probes fail."""
+        return self.states[0].health is Health.DOWN
+
+    @property
+    def has_refused(self) -> bool:
+        """Nothing listens at its address."""
+        return self.states[0].refused_connection
+
+    @property
+    def in_flight(self) -> int:
+        """Our requests there, and those of other replicas."""
+        return sum(state.in_flight + state.elsewhere for state in self.states)
+
+    @property
+    def stranded(self) -> int:
+        """Those of our requests that only a wake would end: not WebSockets, which may stay open."""
+        return sum(state.in_flight - state.progress.open_ended for state in self.states)
+
+    @property
+    def is_drained_by_operator(self) -> bool:
+        """It is to get no requests anyway."""
+        return all(state.draining for state in self.states)
+
+    def lists(self, model: str | None) -> bool:
+        """Whether it serves a model; None: any. A server that lists none may serve all."""
+        return model is None or any(state.models is None or model in state.models for state in self.states)
+
+    def look(self, now: float) -> None:
+        """See whether anything ran there since the last look, ours or others'."""
+        seen: list[float] = []
+        busy = self.in_flight > 0
+        for state in self.states:
+            metrics = state.metrics
+            if metrics is not None and now <= state.fresh_until:
+                busy = busy or bool((metrics.running or 0.0) + (metrics.waiting or 0.0))
+            seen += [state.placed, -1.0 if metrics is None or metrics.work is None else metrics.work]
+        now_seen = (*seen, float(busy))
+        if busy or now_seen != self._seen or self.phase is not Phase.AWAKE:
+            self.idle_since = now
+        self._seen = now_seen
+
+    def is_idle(self, now: float) -> bool:
+        """Whether nothing ran there for `IDLE_S`."""
+        return now - self.idle_since >= IDLE_S
+
+    def failed(self, now: float) -> None:
+        """Back off."""
+        self.failures += 1
+        self.retry_at = now + min(RETRY_MAX_S, RETRY_FIRST_S * 2.0 ** (min(self.failures, 10) - 1))
+
+    def succeeded(self) -> None:
+        """The next failure is the first again."""
+        self.failures = 0

@@ -1,0 +1,164 @@
+"""The servers that may sleep and their hosts: who could meet a need, who has a place, when one will be awake.
+
+It is the owner of every `Server`, and the only one that moves it from phase to phase (`move`). It decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final
+
+from lbproxy.config.sleep import HostSettings
+from lbproxy.core.endpoints.endpoint import EndpointUid
+from lbproxy.core.endpoints.endpoint_set import EndpointSet
+from lbproxy.core.endpoints.state import EndpointState
+from lbproxy.core.sleeping.demand import Need
+from lbproxy.core.sleeping.phase import Event, Phase, SleepTransition, next_phase
+from lbproxy.core.sleeping.server import HELD, Server
+
+LEAVING: Final = frozenset({Phase.DRAINING, Phase.FALLING_ASLEEP})
+RISING: Final = frozenset({Phase.WAKING, Phase.STARTING})
+_DEFAULT: Final = HostSettings()
+"""Of a host that `hosts` does not name."""
+
+
+class Servers:
+    """All servers that may sleep."""
+
+    def __init__(self, endpoints: EndpointSet, changed: Callable[[], None]) -> None:
+        """`changed` is called when requests may be placed that could not be placed before."""
+        self.transitions: list[SleepTransition] = []
+        """Since they were last cleared."""
+        self.hosts: Mapping[str, HostSettings] = {}
+        self._endpoints, self._changed = endpoints, changed
+        self._by_url: dict[str, Server] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_url)
+
+    def __iter__(self) -> Iterator[Server]:
+        """In the order of the settings."""
+        return iter(self._by_url.values())
+
+    def follow(self, now: float) -> None:
+        """Note that the set of endpoints changed. What is known of servers that stay is kept."""
+        by_url: dict[str, list[EndpointState]] = {}
+        for state in self._endpoints.members():
+            if state.endpoint.sleep is not None:
+                by_url.setdefault(state.endpoint.base_url, []).append(state)
+            else:
+                self._mark(state, "")
+        before, self._by_url = self._by_url, {}
+        for url, states in by_url.items():
+            spec = states[0].endpoint.sleep
+            assert spec is not None
+            server = before.get(url)
+            if server is None:
+                server = Server(states, spec, now)
+            server.states, server.spec = states, spec
+            self._by_url[url] = server
+            self._show(server)
+
+    def find(self, uid: EndpointUid) -> Server | None:
+        """The server of an endpoint; None if it left the set or does not sleep."""
+        state = self._endpoints.get(uid)
+        return None if state is None else self._by_url.get(state.endpoint.base_url)
+
+    def able(self, need: Need) -> list[Server]:
+        """The servers that could meet a need."""
+        if need.uid is not None:
+            one = self.find(need.uid)
+            return [] if one is None or (one.is_drained_by_operator and one.by_hand is None) else [one]
+        return [
+            server
+            for server in self._by_url.values()
+            if server.lists(need.model) and not server.is_drained_by_operator and server.uid not in need.avoid
+        ]
+
+    # Hosts
+
+    def beside(self, server: Server) -> list[Server]:
+        """The others that share its GPUs."""
+        host = server.spec.host
+        if host is None:
+            return []
+        return [one for one in self._by_url.values() if one is not server and one.spec.host == host]
+
+    def host_of(self, server: Server) -> HostSettings:
+        """The settings of its host."""
+        return self.hosts.get(server.spec.host or "", _DEFAULT)
+
+    def has_place(self, server: Server) -> bool:
+        """Whether it may be awake beside those of its host that may have the memory of a GPU."""
+        if server.spec.host is None:
+            return True
+        return sum(one.occupies for one in self.beside(server)) < self.host_of(server).awake
+
+    # Predictions
+
+    def awake_in_s(self, server: Server, now: float) -> float | None:
+        """In how many seconds it is awake, if it is woken as soon as possible; None: not known."""
+        starts = server.phase in {Phase.OFF, Phase.STARTING}
+        takes_s = server.starts.seconds if starts else server.wakes.seconds
+        if takes_s is None or server.phase is Phase.UNKNOWN:
+            return None
+        if server.phase in RISING:
+            return max(0.0, server.since + takes_s - now)
+        if server.phase in LEAVING:
+            takes_s += server.sleeps.seconds or 0.0
+        return max(0.0, server.retry_at - now) + self._place_in_s(server, now) + takes_s
+
+    def _place_in_s(self, server: Server, now: float) -> float:
+        """When its host has a place, as far as known."""
+        if self.has_place(server):
+            return 0.0
+        min_awake_s = self.host_of(server).min_awake
+        waits = [
+            (0.0 if one.is_idle(now) else max(0.0, one.since + min_awake_s - now)) + (one.sleeps.seconds or 0.0)
+            for one in self.beside(server)
+            if one.phase is Phase.AWAKE
+        ]
+        return min(waits, default=0.0)
+
+    # The state machine
+
+    def move(self, server: Server, event: Event, reason: str, now: float) -> None:
+        """Apply an event, with all consequences; nothing if it does not change the phase."""
+        before = server.phase
+        after = next_phase(before, event)
+        if after is before:
+            return
+        lasted_s = now - server.since
+        server.phase, server.since, server.idle_since = after, now, now
+        if after in HELD:
+            server.occupies = True
+        elif after is Phase.ASLEEP and event is not Event.WAKE_FAILED:
+            server.occupies = False
+        if after is Phase.AWAKE and before is Phase.WAKING:
+            server.wakes.add(lasted_s)
+            server.succeeded()
+        elif event is Event.SLEPT:
+            server.sleeps.add(lasted_s)
+            server.succeeded()
+        if after is Phase.ASLEEP and self._endpoints.has_loads:
+            for state in server.states:  # the engine has discarded its KV cache, at both levels
+                state.load.restarted()
+        if server.by_hand == _DONE_BY.get(after):
+            server.by_hand = None
+        self._show(server)
+        self.transitions.append(SleepTransition(server.name, before, after, reason, lasted_s))
+
+    def _show(self, server: Server) -> None:
+        word = "" if server.phase is Phase.AWAKE else server.phase.value
+        for state in server.states:
+            self._mark(state, word)
+
+    def _mark(self, state: EndpointState, word: str) -> None:
+        if state.dormant != word:
+            state.dormant = word
+            self._endpoints.serving.changed(state)
+            self._changed()
+
+
+_DONE_BY: Final = {Phase.AWAKE: "wake", Phase.FALLING_ASLEEP: "sleep"}
+"""What an operator asked for is done in this phase."""

@@ -1,0 +1,406 @@
+"""Which server is woken, which is put to sleep, and when. It decides; a driver calls the servers.
+
+A driver reports what servers say (`reported`) and how calls ended (`ended`), calls `decide` several times a second, and
+carries out each order that it returns, once. Rules, in this order:
+
+1. A server that is to sleep gets no more requests, and is put to sleep when it has none; after `DRAIN_S` in any case,
+   as the engine itself finishes what runs (decision 0045).
+2. What waits longest is served first. If no server that is awake serves it, and none is on its way, one is woken that
+   does: one that has a place on its host, has failed least of late, and stands first in the settings.
+3. At most so many servers of a host are awake as its settings say; every phase in which a server may have the memory of
+   the GPU counts. If there is no place, one of them is put to sleep: one that is idle, else one that has been awake for
+   `min_awake`. So what waits gets its turn after that time, a drain, a sleep and a wake at the latest.
+4. If requests wait longer for servers that are awake than a wake takes, one more is woken, but only into a free place.
+5. A server that was idle for `sleep_after` is put to sleep.
+
+Invariants: a server has one order at a time. A request that waits for a wake is in the Balancer's queue and nowhere
+else. Where no endpoint may sleep, all of this costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
+from math import inf
+from typing import Final, NamedTuple
+
+from lbproxy.config.sleep import HostSettings
+from lbproxy.core.endpoints.endpoint import EndpointUid
+from lbproxy.core.endpoints.endpoint_set import EndpointSet
+from lbproxy.core.queue.ticket import Ticket
+from lbproxy.core.queue.waiting_queue import WaitingQueue
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import InferenceRequest
+from lbproxy.core.sleeping.demand import Need, is_served, read_needs
+from lbproxy.core.sleeping.phase import Event, Phase, SleepTransition
+from lbproxy.core.sleeping.server import DOWN_FREE_S, Server
+from lbproxy.core.sleeping.servers import LEAVING, RISING, Servers
+
+DRAIN_S: Final = 120.0
+"""As long as the default of `drain.deadline`."""
+UNKNOWN_S: Final = 10.0
+"""A server that is up and does not say within this time whether it sleeps is taken to be awake, as any other."""
+LATE_S: Final = 60.0
+LATE_KNOWN_S: Final = 10.0
+LATE_FACTOR: Final = 3.0
+"""A wake is late after a minute, or after three times its forecast, but 10 s: then another server is woken too."""
+SCALE_S: Final = 2.0
+"""The least wait for which one more server is woken."""
+SCALE_UNKNOWN_S: Final = 10.0
+"""The same if it is not known how long a wake takes."""
+REFUSED_S: Final = 30.0
+"""For so long, a request that was refused because a wake takes too long, or overflowed, counts as one that waits:
+clients try again, and others come."""
+
+
+class Task(Enum):
+    """What a driver is to do with a server. The values are those of labels."""
+
+    WAKE = "wake"
+    SLEEP = "sleep"
+    START = "start"
+
+
+class Order(NamedTuple):
+    """One call to make."""
+
+    task: Task
+    uid: EndpointUid
+    """Of the server's endpoint, or of its first rank."""
+    model: str | None
+    """What is waited for; None: nothing, or any."""
+    waiting: int
+    """Requests that wait for it."""
+
+
+class SleepSnapshot(NamedTuple):
+    """One server's part in this, at one moment."""
+
+    phase: Phase
+    since_s: float
+    """How long the phase has lasted."""
+    left_s: float | None
+    """The predicted rest of a wake or start; None: not known, or none is under way."""
+    failures: int
+    host: str | None
+
+
+class Sleepers:
+    """All servers that may sleep, and what is to be done with them. The module has the rules."""
+
+    def __init__(
+        self,
+        endpoints: EndpointSet,
+        queue: WaitingQueue,
+        owner: Callable[[InferenceRequest, float], EndpointUid | None],
+        changed: Callable[[], None],
+    ) -> None:
+        """`owner`: the only endpoint that can take a request, or None. `changed`: see Servers."""
+        self.waited = 0
+        """Requests that waited for a wake, so far."""
+        self.is_closing = False
+        """lbproxy stops: requests that wait are still served, but nothing is put to sleep any more."""
+        self._endpoints, self._queue, self._owner = endpoints, queue, owner
+        self._servers = Servers(endpoints, changed)
+        self._refused: dict[str | None, float] = {}
+        """When a request for a model was last refused, or overflowed, because a wake takes too long."""
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether there are servers that may sleep."""
+        return len(self._servers) > 0
+
+    @property
+    def transitions(self) -> list[SleepTransition]:
+        """Since the driver last cleared this list, which it owns."""
+        return self._servers.transitions
+
+    def reconfigure(self, hosts: Mapping[str, HostSettings]) -> None:
+        """Apply other settings."""
+        self._servers.hosts = hosts
+
+    def follow(self, now: float) -> None:
+        """Note that the set of endpoints changed."""
+        self._servers.follow(now)
+
+    # Reports
+
+    def reported(self, uid: EndpointUid, asleep: bool | None, *, asked_at: float, now: float) -> None:
+        """A server said whether it sleeps; None: it cannot say. `asked_at`: what it says is not older."""
+        server = self._servers.find(uid)
+        if server is None or asked_at < server.since:
+            return
+        if asleep is None:
+            self._servers.move(server, Event.SAID_NOTHING, "it does not say whether it sleeps", now)
+        elif asleep:
+            if server.phase is Phase.ASLEEP:
+                server.occupies = False
+            self._servers.move(server, Event.SAID_ASLEEP, "it says so", now)
+        else:
+            self._servers.move(server, Event.SAID_AWAKE, "it says so", now)
+
+    def ended(self, uid: EndpointUid, task: Task, problem: str | None, *, now: float) -> None:
+        """A driver has carried out an order; `problem`: why it failed. A start ends with the webhook's response."""
+        server = self._servers.find(uid)
+        if server is None or not server.calling:
+            return
+        server.calling = False
+        if problem is not None:
+            server.failed(now)
+        if task is Task.WAKE:
+            event = Event.WOKE if problem is None else Event.WAKE_FAILED
+        elif task is Task.SLEEP:
+            event = Event.SLEPT if problem is None else Event.SLEEP_FAILED
+        elif problem is None:
+            return
+        else:
+            event = Event.START_FAILED
+        self._servers.move(server, event, problem or "done", now)
+
+    def ask(self, uid: EndpointUid, task: Task, *, now: float) -> str | None:
+        """An operator wants a server awake or asleep. Returns why that cannot be; None: it will be done."""
+        server = self._servers.find(uid)
+        if server is None or not server.spec.wake:
+            return "its settings do not have wake: true"
+        if server.phase in {Phase.UNKNOWN, Phase.OFF, Phase.STARTING}:
+            return f"it is {server.phase.value}"
+        wants_sleep = task is Task.SLEEP
+        server.retry_at = now
+        if not wants_sleep and server.phase is Phase.DRAINING:
+            server.by_hand = None
+            self._servers.move(server, Event.KEEP, "an operator wants it", now)
+        elif server.phase is not (Phase.ASLEEP if wants_sleep else Phase.AWAKE):
+            server.by_hand = task.value
+        return None
+
+    # Decisions
+
+    def decide(self, now: float) -> list[Order]:
+        """What is to be done now. Call it several times a second. O(waiting requests)."""
+        orders: list[Order] = []
+        if not self.is_needed:
+            return orders
+        for server in self._servers:
+            self._follow_health(server, now)
+            server.look(now)
+        needs = self._needs(now)
+        self._keep_those_not_in_the_way(needs, now)
+        for server in self._servers:
+            if server.by_hand == Task.SLEEP.value and server.phase is Phase.AWAKE and not self.is_closing:
+                self._servers.move(server, Event.SLEEP, "an operator wants it", now)
+            self._put_to_sleep(server, orders, now)
+        for need in needs:
+            self._meet(need, orders, now)
+        if not self.is_closing:
+            for server in self._servers:
+                self._let_idle_sleep(server, needs, orders, now)
+        return orders
+
+    def _follow_health(self, server: Server, now: float) -> None:
+        move, phase = self._servers.move, server.phase
+        if not server.is_reachable:
+            server.unreachable_at = now
+            if server.is_down:
+                self._follow_down(server, now)
+            return
+        if phase is Phase.STARTING:
+            server.starts.add(now - server.since)
+            server.succeeded()
+        if phase in {Phase.OFF, Phase.STARTING}:
+            move(server, Event.CAME_UP, "its probes pass", now)
+        if server.phase is Phase.UNKNOWN:
+            server.occupies = True
+            if not server.spec.wake:
+                move(server, Event.SAID_AWAKE, "its probes pass", now)
+            elif now - max(server.since, server.unreachable_at) > UNKNOWN_S:
+                move(server, Event.SAID_NOTHING, "it does not say whether it sleeps", now)
+
+    def _follow_down(self, server: Server, now: float) -> None:
+        cold_start = server.spec.cold_start
+        if server.phase is Phase.STARTING:
+            if cold_start is None or now - server.since > cold_start.timeout_s:
+                server.failed(now)
+                self._servers.move(server, Event.START_FAILED, "it did not come up in time", now)
+            return
+        self._servers.move(server, Event.GONE if cold_start is None else Event.GONE_STARTABLE, "it is down", now)
+        if server.has_refused or now - server.since > DOWN_FREE_S:
+            server.occupies = False
+
+    def _needs(self, now: float) -> list[Need]:
+        """What requests wait for, the oldest first."""
+        needs = read_needs(self._queue, self._endpoints, self._owner, now) if self._queue else []
+        for server in self._servers:
+            if server.by_hand == Task.WAKE.value:
+                needs.append(_need_of(server, -inf))
+            elif server.phase is Phase.ASLEEP and server.stranded > 0 and server.is_reachable:
+                needs.append(_need_of(server, server.since))
+        self._refused = {model: at for model, at in self._refused.items() if now - at < REFUSED_S}
+        for model, at in self._refused.items():
+            if not is_served(model, frozenset(), self._endpoints, now):
+                needs.append(Need(model, None, frozenset()))
+                needs[-1].add(at, now - at)
+        return sorted(needs, key=lambda need: need.oldest_at)
+
+    def _keep_those_not_in_the_way(self, needs: Iterable[Need], now: float) -> None:
+        """What drains for another server of its host is kept if nothing waits for that any more."""
+        draining = [one for one in self._servers if one.phase is Phase.DRAINING and one.by_hand is None]
+        if not draining:
+            return
+        hosts = {
+            server.spec.host
+            for need in needs
+            if not need.is_served
+            for server in self._servers.able(need)
+            if server.phase in {Phase.ASLEEP, Phase.OFF}
+        }
+        for server in draining:
+            if server.spec.host not in hosts or self.is_closing:
+                self._servers.move(server, Event.KEEP, "nothing waits for another server of its host any more", now)
+
+    def _put_to_sleep(self, server: Server, orders: list[Order], now: float) -> None:
+        """Let a server that drains fall asleep, if it has drained."""
+        if server.phase is Phase.DRAINING and not server.calling:
+            left = server.in_flight
+            if not left or now - server.since > DRAIN_S:
+                reason = "it has no requests" if not left else f"it still has {left} requests after {DRAIN_S:.0f} s"
+                self._servers.move(server, Event.DRAINED, reason, now)
+                server.calling = True
+                orders.append(Order(Task.SLEEP, server.uid, None, 0))
+
+    def _let_idle_sleep(self, server: Server, needs: Iterable[Need], orders: list[Order], now: float) -> None:
+        after_s, idle_s = server.spec.after_s, now - server.idle_since
+        if after_s is None or server.phase is not Phase.AWAKE or server.retry_at > now or idle_s < after_s:
+            return
+        if not any(server in self._servers.able(need) for need in needs):
+            self._servers.move(server, Event.SLEEP, f"it was idle for {idle_s:.0f} s", now)
+            self._put_to_sleep(server, orders, now)
+
+    def _meet(self, need: Need, orders: list[Order], now: float) -> None:
+        able = self._servers.able(need)
+        if any(_is_on_the_way(server, now) for server in able):
+            return
+        if need.is_served and need.wait_s <= _wake_pays_s(able):
+            return
+        ready = [server for server in able if _can_rise(server, now)]
+        ready.sort(key=lambda one: (not self._servers.has_place(one), one.phase is Phase.OFF, one.failures))
+        for server in ready:
+            if self._servers.has_place(server):
+                self._raise(server, need, orders, now)
+                return
+        if not (need.is_served or self.is_closing):
+            for server in ready:
+                if self._make_place(server, need, now):
+                    return
+
+    def _raise(self, server: Server, need: Need, orders: list[Order], now: float) -> None:
+        starts = server.phase is Phase.OFF
+        what = "a request waits" if need.waiting == 1 else f"{need.waiting} requests wait"
+        reason = "an operator wants it" if server.by_hand is not None else f"{what} for {need.model or server.name}"
+        self._servers.move(server, Event.START if starts else Event.WAKE, reason, now)
+        server.calling = True
+        orders.append(Order(Task.START if starts else Task.WAKE, server.uid, need.model, need.waiting))
+
+    def _make_place(self, server: Server, need: Need, now: float) -> bool:
+        """Have another server of its host put to sleep. Returns whether a place will be free."""
+        host = self._servers.host_of(server)
+        others = [one for one in self._servers.beside(server) if one.occupies]
+        if sum(one.phase in LEAVING for one in others) >= len(others) - host.awake + 1:
+            return True
+        ready = [
+            one
+            for one in others
+            if one.phase is Phase.AWAKE
+            and one.spec.wake
+            and one.retry_at <= now
+            and (one.is_idle(now) or now - one.since >= host.min_awake)
+        ]
+        if not ready:
+            return False
+        victim = min(ready, key=lambda one: (not one.is_idle(now), one.idle_since, one.since))
+        self._servers.move(victim, Event.SLEEP, f"requests wait for {need.model or server.name} on its host", now)
+        return True
+
+    def may_wake(self, uid: EndpointUid) -> bool:
+        """Whether an order to wake a server still holds, now that the driver asked the others of its host again."""
+        server = self._servers.find(uid)
+        return server is not None and server.phase is Phase.WAKING and self._servers.has_place(server)
+
+    def phase_of(self, uid: EndpointUid) -> Phase | None:
+        """The phase of an endpoint; None if it never sleeps."""
+        server = self._servers.find(uid)
+        return None if server is None else server.phase
+
+    def beside(self, uid: EndpointUid) -> list[EndpointUid]:
+        """The other servers of its host."""
+        server = self._servers.find(uid)
+        return [] if server is None else [one.uid for one in self._servers.beside(server)]
+
+    # Waiting for a wake
+
+    def refusal(self, ticket: Ticket, now: float) -> Outcome | None:
+        """How a request ends that would wait for a wake, as that takes too long; None: it waits."""
+        wait_s = self.wakes_in_s(ticket, now)
+        deadline = ticket.request.deadline
+        ticket.best_wait_s = wait_s or 0.0
+        late = wait_s is not None and deadline is not None and now + wait_s > deadline
+        if wait_s is None or not (late or now + wait_s > ticket.expires_at):
+            self.waited += 1
+            return None
+        self.passed_by(ticket, now)
+        ticket.retry_after_s = wait_s
+        return Outcome.TOO_LATE if late else Outcome.EXPIRED
+
+    def passed_by(self, ticket: Ticket, now: float) -> None:
+        """Note that a request for a model that sleeps did not wait: the next ones may be served there."""
+        self._refused[ticket.request.model] = now
+
+    def wakes_in_s(self, ticket: Ticket, now: float) -> float | None:
+        """In how many seconds a server that takes a request is awake; None: not known."""
+        request = ticket.request
+        uid = None if request.response_id is None else self._owner(request, now)
+        able = self._servers.able(Need(request.model, uid, ticket.avoid))
+        waits = [self._servers.awake_in_s(server, now) for server in able]
+        known = [wait for wait in waits if wait is not None]
+        return min(known) if known and len(known) == len(waits) else None
+
+    # Reading
+
+    def snapshot(self, now: float) -> dict[EndpointUid, SleepSnapshot]:
+        """Of each endpoint that may sleep."""
+        found: dict[EndpointUid, SleepSnapshot] = {}
+        for server in self._servers:
+            left_s = self._servers.awake_in_s(server, now) if server.phase in RISING else None
+            one = SleepSnapshot(server.phase, now - server.since, left_s, server.failures, server.spec.host)
+            found.update((state.endpoint.uid, one) for state in server.states)
+        return found
+
+
+def _need_of(server: Server, at: float) -> Need:
+    """What only one server can meet."""
+    need = Need(None, server.uid, frozenset())
+    need.add(at, 0.0)
+    return need
+
+
+def _can_rise(server: Server, now: float) -> bool:
+    """Whether a server can be woken or started now."""
+    if server.retry_at > now or server.calling:
+        return False
+    return server.phase is Phase.OFF or (server.phase is Phase.ASLEEP and server.is_reachable)
+
+
+def _is_on_the_way(server: Server, now: float) -> bool:
+    """Whether a server will be awake soon without another order."""
+    if server.phase is Phase.UNKNOWN:
+        return server.is_reachable
+    if server.phase is Phase.WAKING:
+        forecast_s = server.wakes.seconds
+        late_s = LATE_S if forecast_s is None else max(LATE_KNOWN_S, LATE_FACTOR * forecast_s)
+        return server.is_reachable and now - server.since <= late_s
+    return server.phase is Phase.STARTING
+
+
+def _wake_pays_s(able: Sequence[Server]) -> float:
+    """The wait from which one more server is worth its wake."""
+    known = [server.wakes.seconds for server in able if server.phase is Phase.ASLEEP]
+    return max(SCALE_S, min((SCALE_UNKNOWN_S if one is None else one for one in known), default=SCALE_UNKNOWN_S))
