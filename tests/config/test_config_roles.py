@@ -43,6 +43,13 @@ def test_an_entry_has_a_role_a_connector_and_a_port() -> None:
     assert handed_over(spec_of(one, one.name, NO_CERTIFICATES)) == (Role.BOTH, None, None)
 
 
+def test_an_endpoint_with_its_own_name_of_the_model_serves_whole_requests() -> None:
+    said = problem("endpoints: [{url: 'http://10.0.0.1:8000', models: [m], model: its-m, role: prefill}]")
+    assert "endpoints[0].role" in said
+    assert "beside `model`" in said
+    assert entry("models: [m], model: its-m, role: both").model == "its-m"
+
+
 def test_members_of_a_name_have_those_of_its_entry() -> None:
     one = entry(ENTRY, "dns+http://prefill.test:8000")
     members = [MemberSpecs(one, NO_CERTIFICATES)(Member(f"10.0.0.{n}:8000", 1.0, "prefill.test"), ()) for n in (1, 2)]

@@ -324,6 +324,13 @@ class EndpointSettings(ShortSection):
             raise expected("nothing here, since the url is not https")
         return value
 
+    @field_validator("role", mode="after")
+    @classmethod
+    def _has_no_own_name(cls, value: str, info: ValidationInfo) -> str:
+        if value in {"prefill", "decode"} and info.data.get("model") is not None:
+            raise expected("both, beside `model` (the two legs of a request name the model alike)")
+        return value
+
     @field_validator("connector", mode="after")
     @classmethod
     def _suits_engine(cls, value: str, info: ValidationInfo) -> str:

@@ -25,6 +25,8 @@ SHOWN: Final = 1.5
 """While no endpoint has shown how many requests it runs at most: this many times what one has run. So a fleet that is
 much too large shrinks in steps, and finds the limit before it is far beyond."""
 MIN_SHOWN: Final = 16.0
+MIN_BLIND: Final = 4.0
+"""The least that counts as shown: with the size of the KV cache known, and without."""
 USABLE_CACHE: Final = 0.93
 """Of the KV cache, for requests that run; beyond, engines preempt (see `FULL_CACHE` in `core.capacity.slots`)."""
 MAX_OTHERS: Final = 10.0
@@ -45,7 +47,7 @@ class Readings:
         """Requests of all clients and ours, and tokens of the KV cache, at each endpoint."""
         self.is_busy = False
         """Whether requests arrived since the look before, or run, of any client."""
-        self._most_running = MIN_SHOWN
+        self._most_running = 0.0
         self._limits = (inf, inf)
         """The last known: requests, tokens."""
 
@@ -112,7 +114,8 @@ class Readings:
         requests, tokens = self._limits
         running, used = self._running.value, self._used.value
         by_space = USABLE_CACHE * tokens * running / used if running >= 1.0 and used > 0.0 else inf
-        return min(requests if requests < inf else SHOWN * self._most_running, max(1.0, by_space))
+        shown = SHOWN * max(self._most_running, MIN_SHOWN if tokens < inf else MIN_BLIND)
+        return min(requests if requests < inf else shown, max(1.0, by_space))
 
     @property
     def _prefill(self) -> float:
