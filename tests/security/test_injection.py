@@ -139,12 +139,12 @@ def all_json(process: Process) -> list[dict[str, object]]:
 def sound_metrics(admin: str, most_bytes: int = 1_000_000) -> None:
     page = httpx.get(f"{admin}/metrics").text
     assert len(page) < most_bytes
-    models = set()
     for family in text_string_to_metric_families(page):
+        models = set()
         for sample in family.samples:
             assert all(len(value) <= 128 and value.isprintable() for value in sample.labels.values()), sample
             models.add(sample.labels.get("model"))
-    assert len(models - {None}) <= 101
+        assert len(models - {None}) <= 101, family.name
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["lane", "aiohttp"])

@@ -191,6 +191,9 @@ class Choice:
         if self._endpoints.has_tiers:
             most = ticket.request.max_tier
             members = [one for one in members if one.endpoint.tier <= most and not self._is_closed(one, now)]
+            tier = ticket.placed_state.endpoint.tier
+            if any(one.endpoint.tier < tier and one.endpoint.uid not in tried for one in members):
+                return True  # where it did not want to wait, it still can
         return any(one.endpoint.uid not in tried and self.below_limit(one) for one in members)
 
     @staticmethod

@@ -112,7 +112,7 @@ class EventScanner:
         if line.partition(_LINE_FEED)[1]:
             return False
         parts = line.partition(_USAGE)
-        if parts[1] and (parts[2][:5] != _NULL or parts[2].partition(_USAGE)[1]):
+        if parts[1] and (usage.found or parts[2][:5] != _NULL or parts[2].partition(_USAGE)[1]):
             return False
         self.events += 1
         return True
@@ -138,7 +138,7 @@ class EventScanner:
 
 _USAGE: Final = b'"usage"'
 _NULL: Final = b":null"
-"""After the key: it is no object."""
+"""After the key, in each chunk of SGLang: it is no object."""
 _USAGE_BEGINS: Final = tuple(_USAGE[:n] for n in range(len(_USAGE) - 1, 0, -1))
 """How a piece ends if the key continues in the next piece; the longest first."""
 _USAGE_BYTES: Final = 1024
@@ -161,11 +161,13 @@ _TOO_MANY: Final = 1_000_000_000
 
 
 class UsageScanner:
-    """Finds the last `usage` object of a payload, streaming or not. `null` is none, if it comes in one piece."""
+    """Finds the last `usage` object of a payload, streaming or not."""
 
-    __slots__ = ("_first", "_partial_key", "_tail", "is_reading")
+    __slots__ = ("_first", "_partial_key", "_tail", "found", "is_reading")
 
     def __init__(self) -> None:
+        self.found = False
+        """The key was found."""
         self.is_reading = False
         """A piece may continue what was found before."""
         self._first = b""
@@ -179,9 +181,10 @@ class UsageScanner:
     def feed(self, data: bytes, start: int, end: int) -> None:
         """The next piece is `data[start:end]`."""
         at = data.rfind(_USAGE, start, end)
-        while at >= 0 and data[at + 7 : min(end, at + 12)] == _NULL:  # in each chunk of SGLang
-            at = data.rfind(_USAGE, start, at)
+        if at >= 0 and not (self.found or self._partial_key) and data[at + 7 : min(end, at + 12)] == _NULL:
+            at = -1 if data.find(_USAGE, start, end) == at else at  # so that `is_token` knows the next pieces
         if at >= 0:
+            self.found = True
             if not self._first:
                 first = start if self._tail else data.find(_USAGE, start, end)
                 self._first = (self._tail + data[first : min(at, first + _USAGE_BYTES)])[:_USAGE_BYTES]
@@ -199,6 +202,7 @@ class UsageScanner:
         piece = data[start:end]
         overlap = self._partial_key + piece
         if overlap.startswith(_USAGE):
+            self.found = True
             self._first = self._first or self._tail
             self._tail = overlap[:_USAGE_BYTES]
         elif self._tail:

@@ -256,6 +256,22 @@ def test_endpoints_that_failed_a_request_one_by_one() -> None:
     assert (where(ticket), why(ticket)) == ("b1", "failed")
 
 
+def test_what_a_provider_refuses_waits_for_the_first_tier_again() -> None:
+    """Which is full, so that it had overflowed: a refusal is no worse than no provider."""
+    admission = AdmissionSettings(max_in_flight_per_endpoint=1)
+    fleet = Fleet(own(1), replace(PROVIDER, bounds=Bounds(max_in_flight=9)), after=0.0, admission=admission)
+    first, second = fleet.submit(), fleet.submit()
+    assert (where(first), where(second)) == ("a1", "b1")
+    verdict = fleet.balancer.after_failure(second, FailureKind.LIMITED, (), now=0.1, retry_after_s=20.0)
+    assert verdict.retry
+    fleet.balancer.close(second, verdict.outcome, now=0.1)
+    again = fleet.submit(now=0.1, avoid="b1")
+    assert where(again) == "waits"
+    fleet.balancer.close(first, Outcome.COMPLETED, now=1.0)
+    assert fleet.balancer.poll(now=1.0) == [again]
+    assert where(again) == "a1"
+
+
 def test_tiers_are_used_in_their_order() -> None:
     third = replace(PROVIDER, name="c1", base_url="https://other.example:443", tier=3)
     fleet = Fleet(third, PROVIDER, own(1))

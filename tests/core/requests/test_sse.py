@@ -291,14 +291,6 @@ def test_a_token_that_is_recognised_leaves_both_scanners_as_if_they_had_read_it(
         assert usage.usage == plain_usage.usage
 
 
-def test_usage_that_is_null_is_none_and_hides_none() -> None:
-    scanner = UsageScanner()
-    said = b'data: {"usage":{"prompt_tokens":7,"completion_tokens":2}}\n\n'
-    for piece in (said + b'data: {"usage":null}\n\n', b'data: {"usage":null}\n\n'):
-        scanner.feed(piece, 0, len(piece))
-        assert scanner.usage == Usage(7, None, 2)
-
-
 def test_most_events_of_a_stream_are_recognised_as_tokens() -> None:
     events, usage = EventScanner(), UsageScanner()
     token = b'data: {"choices":[{"delta":{"content":" a"}}],"usage":null}\n\n'
