@@ -1,4 +1,4 @@
-"""Large bodies beside other requests: they are read in many short turns of the event loop, in which others are served."""
+"""Large bodies are read in many short turns of the event loop, in which other requests are served."""
 
 from __future__ import annotations
 
