@@ -23,8 +23,8 @@ STREAMS = 12
 SETTINGS = f"""
 workers: {WORKERS}
 health: {{interval: 500ms}}
-drain: {{deadline: 20s, restart_deadline: 20s, lame_duck: 0s}}
 """
+DRAIN = "drain: {deadline: %s, restart_deadline: 20s, lame_duck: 0s}\n"
 DONE = b"data: [DONE]"
 SPEED = 0.4
 """Of the servers: a token each 20 ms, nearly."""
@@ -87,8 +87,9 @@ def servers() -> Iterator[list[str]]:
 
 
 @contextmanager
-def cluster(folder: Path, servers: list[str], more: str = "") -> Iterator[Cluster]:
-    with lbproxy(folder, servers, SETTINGS + more) as (process, url, admin):
+def cluster(folder: Path, servers: list[str], more: str = "", *, deadline: str = "20s") -> Iterator[Cluster]:
+    """`deadline`: of a drain."""
+    with lbproxy(folder, servers, SETTINGS + DRAIN % deadline + more) as (process, url, admin):
         process.wait_for("2 workers accept connections")
         it = Cluster(process, url, admin, folder / "cfg.yaml")
         try:
@@ -255,7 +256,7 @@ def test_all_processes_end_after_their_streams_when_the_supervisor_is_killed(
             with pytest.raises(ConnectionRefusedError):
                 await asyncio.open_connection(address.host, address.port)
 
-    with cluster(tmp_path, servers) as it:
+    with cluster(tmp_path, servers, deadline="500ms") as it:
         run(body(it), timeout_s=100.0)
 
 
@@ -309,6 +310,8 @@ def test_sighup_has_every_worker_use_the_new_settings(servers: list[str], tmp_pa
 
 
 def test_sigusr2_hands_over_without_a_failed_request(servers: list[str], tmp_path: Path) -> None:
+    """`drain.deadline` is how long a supervisor waits, and none waits for this one."""
+
     async def body(it: Cluster) -> None:
         async with streams(it, SHORT) as opened:
             async with load(it.url, keep=3, fresh=3) as clients:
@@ -325,7 +328,7 @@ def test_sigusr2_hands_over_without_a_failed_request(servers: list[str], tmp_pat
             assert set(it.workers().values()) < set(children_of(successors[0]))
 
     successors: list[int] = []
-    with cluster(tmp_path, servers) as it:
+    with cluster(tmp_path, servers, deadline="500ms") as it:
         try:
             run(body(it), timeout_s=100.0)
         finally:

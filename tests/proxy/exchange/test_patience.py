@@ -23,6 +23,7 @@ from tests.support.workers import WORKERS
 
 STREAM = post(b'{"model":"m","stream":true}')
 WHOLE_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 11\r\n\r\n"
+COMMENT = b"b\r\n: waiting\n\n\r\n"
 SHORT, LONG = "timeouts: {first_byte: 600ms, stream_idle: 60s}", "timeouts: {first_byte: 60s, stream_idle: 600ms}"
 """The clock that a test does not want to run is the one that would outlast it, or end it early."""
 
@@ -45,12 +46,17 @@ async def read_all(it: Rig, request: bytes) -> bytes:
     return await client.reader.read(-1)
 
 
-@pytest.mark.parametrize("begins_with", [b"", STREAM_HEAD, STREAM_HEAD + b"b\r\n: waiting\n\n\r\n"])
-def test_until_the_first_event_the_clock_of_the_response_runs_whatever_else_came(begins_with: bytes) -> None:
+@pytest.mark.parametrize(
+    "parts",
+    [(), (STREAM_HEAD,), (STREAM_HEAD + COMMENT,), (STREAM_HEAD, COMMENT, COMMENT)],
+    ids=["nothing", "the head", "the head with a comment", "comments after the head"],
+)
+def test_until_the_first_event_the_clock_of_the_response_runs_whatever_else_came(parts: tuple[bytes, ...]) -> None:
     """vLLM sends the head when it takes a stream; others send comments while it waits."""
 
     async def main() -> None:
-        async with ScriptedEndpoint(saying(begins_with)) as endpoint, rig(endpoint.url, more=SHORT) as it:
+        script = saying(*parts, every_s=0.05)
+        async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url, more=SHORT) as it:
             client = await it.connect()
             client.send(STREAM)
             await client.reader.readuntil(b'"code":"upstream_timeout"')

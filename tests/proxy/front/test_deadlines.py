@@ -73,6 +73,23 @@ def test_a_kept_connection_may_be_idle_for_longer_than_a_head_may_take() -> None
     run(main())
 
 
+def test_the_idle_time_of_a_connection_counts_from_its_last_response() -> None:
+    """And not from when it was opened: a connection that was just used would be closed as the client uses it again."""
+
+    async def main() -> None:
+        more = "timeouts: {client_idle: 1h}"
+        async with ScriptedEndpoint() as endpoint, rig(endpoint.url, more=more) as it:
+            client = await it.connect()
+            for _ in range(2):
+                since = asyncio.get_running_loop().time()
+                client.send(post())
+                assert (await client.reply()).status == 200
+                (connection,) = it.front.connections
+                await until(lambda: connection._next_keepalive_close_time >= since + 3600.0)  # noqa: B023
+
+    run(main())
+
+
 def test_a_body_that_comes_before_its_handler_has_started_is_no_head() -> None:
     """aiohttp starts it in a later turn; a stream that runs longer than a head may take was cut for that."""
 

@@ -110,6 +110,18 @@ def test_a_request_passes(plain: bool) -> None:
     run(main(), plain=plain)
 
 
+def test_endpoints_are_told_that_a_client_came_by_https() -> None:
+    async def main() -> None:
+        async with ScriptedEndpoint(OK) as endpoint, rig(endpoint.url) as it:
+            client = await it.connect()
+            for _ in range(2):
+                client.send(post())
+                assert (await client.reply()).status == 200
+            assert [request.field("x-forwarded-proto") for request in endpoint.requests] == ["https"] * 2
+
+    run(main())
+
+
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion.TLSv1_1 is deprecated")
 @pytest.mark.parametrize(("version", "spoken"), [("TLSv1_1", False), ("TLSv1_2", True), ("TLSv1_3", True)])
 def test_old_versions_are_not_spoken(version: str, spoken: bool, authority: Authority) -> None:
