@@ -221,6 +221,8 @@ def test_a_publisher_that_counts_backwards_is_a_restart_each_time() -> None:
         async with hostile() as it:
             for number in range(2_000, 0, -1):
                 it.send(CLEAR, number=number)
+                if number % 100 == 0:  # before ZMQ drops what a busy machine does not read
+                    await until(lambda number=number: it.stats.restarts >= 2_000 - number)  # type: ignore[misc]
             await until(lambda: it.stats.restarts >= 1_999)
             it.sequence = 0
             await it.survives()
