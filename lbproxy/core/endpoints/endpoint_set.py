@@ -161,7 +161,8 @@ class EndpointSet:
 
     def limit_index(self, blocks: int) -> None:
         """Limit the index of prefix caches to this many blocks in total."""
-        self._pools.limit_index(blocks, (state.load for state in self._states.values()))
+        if self._pool is not None:
+            self._pools.limit_index(blocks, (state.load for state in self._states.values()))
 
     # Over a restart
 

@@ -149,7 +149,7 @@ class TieredChoice(Choice):
         return any(state.endpoint.tier > lowest and self.has_room(state, now) for state in members)
 
     def _in_tier(self, ticket: Ticket, members: Sequence[EndpointState], now: float, in_turn: bool) -> _Result:
-        ticket.best = ticket.decode_on = ticket.retry_after_s = None
+        _forget_best(ticket)
         usable = [state for state in members if self._takes(state, ticket.request, now)]
         chosen = self.choose_among(ticket, usable, members, now, in_turn) if usable else Wait.FULL
         return _Result(
@@ -187,6 +187,11 @@ class TieredChoice(Choice):
             return None
         ticket.retry_after_s = opens_in_s
         return Outcome.SATURATED
+
+
+def _forget_best(ticket: Ticket) -> None:
+    """In a function, or the compiler takes what `choose_among` sets for the None that was set before."""
+    ticket.best = ticket.decode_on = ticket.retry_after_s = None
 
 
 class Overdue:
