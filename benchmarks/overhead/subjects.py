@@ -71,7 +71,7 @@ class Subject:
             check=False,
             cwd=self.cwd,
         )
-        number = re.search(r"\d+\.\d+[\w.]*(, compiled)?", ran.stdout + ran.stderr)
+        number = re.search(r"\d+\.\d+[\w.]*(,? \(?compiled\)?)?", ran.stdout + ran.stderr)
         return number[0] if number else "unknown"
 
     def _prefix(self) -> int:
