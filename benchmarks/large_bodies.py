@@ -1,6 +1,6 @@
 """How long large bodies hold the event loop: the longest turn while one goes from a client to an endpoint.
 
-    .venv/bin/python -m benchmarks.large_bodies [--mib 63] [--rounds 3] [--loop asyncio] [--alias] [--json]
+    .venv/bin/python -m benchmarks.large_bodies [--mib 63] [--rounds 3] [--loop asyncio] [--alias] [--own-name] [--json]
 
 The data path runs in this process, on a loop on which nothing else is done; the client and the endpoint are another
 process. A callback that comes round once in each turn of the loop takes the time: `cpu` is what the loop's thread
@@ -144,7 +144,9 @@ def _others(ours: Connection) -> None:
         ours.send(int(answer.split(b" ", 2)[1]))
 
 
-async def measure(shapes: list[str], mib: int, rounds: int, *, alias: bool = False) -> dict[str, Turn]:
+async def measure(
+    shapes: list[str], mib: int, rounds: int, *, alias: bool = False, own_name: bool = False
+) -> dict[str, Turn]:
     """The worst of the rounds for each shape."""
     loop = asyncio.get_running_loop()
     theirs, ours = multiprocessing.Pipe()
@@ -153,8 +155,9 @@ async def measure(shapes: list[str], mib: int, rounds: int, *, alias: bool = Fal
     found: dict[str, Turn] = {}
     try:
         url = f"http://127.0.0.1:{theirs.recv()}"
+        entry = (url, "models: [m], model: its-own-name") if own_name else url
         more = "limits: {body_rate: 1KiB}" + ("\nmodels: {alias: {to: m}}" if alias else "")
-        async with rig(url, more=more) as it:
+        async with rig(entry, more=more) as it:
             settle()  # collections of garbage are those of the product
             watch = Watch(loop)
             for shape in shapes:
@@ -179,6 +182,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of which the worst is told (default: 3)")
     parser.add_argument("--loop", choices=["uvloop", "asyncio"], default="uvloop")
     parser.add_argument("--alias", action="store_true", help="the model's name is replaced")
+    parser.add_argument("--own-name", action="store_true", help="the endpoint has its own name of the model")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     run = asyncio.run
@@ -186,7 +190,7 @@ def main() -> None:
         import uvloop  # noqa: PLC0415 - not on every platform
 
         run = uvloop.run
-    found = run(measure(args.shapes, args.mib, args.rounds, alias=args.alias))
+    found = run(measure(args.shapes, args.mib, args.rounds, alias=args.alias, own_name=args.own_name))
     if args.json:
         json.dump({shape: turn._asdict() for shape, turn in found.items()}, sys.stdout)
         return

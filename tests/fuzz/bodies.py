@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 
-from lbproxy.core.requests.openai import MAX_MODEL_CHARS, read_json_body, with_model
+from lbproxy.core.requests.openai import MAX_MODEL_CHARS, place_for_name, read_json_body
 from lbproxy.core.requests.outcome import LbError
 from tests.fuzz.oracle import DifferenceError
 from tests.fuzz.strictness import explain
@@ -79,7 +79,7 @@ def check(data: bytes, _: random.Random) -> str:
     if ours.stream is not (theirs.get("stream") is True):
         raise DifferenceError("stream is read otherwise")
     if "model" not in theirs:
-        named = json.loads(b"".join(with_model(data, 'q"\\\u00e9')))
+        named = json.loads(b"".join(place_for_name(data).named(data, 'q"\\\u00e9')))
         if named != {**theirs, "model": 'q"\\\u00e9'} and repr(named.get("model")) != repr('q"\\\u00e9'):
             raise DifferenceError("the model that was put in is read otherwise")
         if repr({**theirs, "model": ""}) != repr({**{k: v for k, v in named.items() if k != "model"}, "model": ""}):

@@ -12,7 +12,7 @@ import random
 from werkzeug.exceptions import RequestEntityTooLarge
 from werkzeug.sansio.multipart import Data, Epilogue, Field, File, MultipartDecoder, NeedData
 
-from lbproxy.core.requests.forms import read_form_model, rename_form_model
+from lbproxy.core.requests.forms import find_form_name, read_form_model
 from lbproxy.core.requests.outcome import LbError
 from tests.fuzz.oracle import DifferenceError
 
@@ -85,7 +85,7 @@ def check(data: bytes, _: random.Random) -> str:
         return "malformed for others"
     if [one.decode("utf-8", "replace").strip() for one in theirs] != [model]:
         raise DifferenceError(f"ours {model!r}, theirs {theirs!r}")
-    renamed = b"".join(rename_form_model(data, KIND, "another"))
+    renamed = b"".join(find_form_name(data, KIND).named(data, "another"))
     if as_werkzeug_reads(renamed) != [b"another"]:
         raise DifferenceError(f"renamed: {as_werkzeug_reads(renamed)!r}")
     return "read alike"

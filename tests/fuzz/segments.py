@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from lbproxy.core.requests import outline
 from lbproxy.core.requests.large_json import LargeJson, load_json
-from lbproxy.core.requests.openai import rename_model
+from lbproxy.core.requests.openai import find_names
 from lbproxy.core.requests.outcome import LbError
 from tests.fuzz.oracle import DifferenceError
 
@@ -97,6 +97,6 @@ def compare_renamed(data: bytes) -> None:
         return
     with all_cut():
         found = outline.outline(data)
-    ours, plain = (b"".join(rename_model(data, "another", one)) for one in (found, None))
+    ours, plain = (b"".join(find_names(data, one).named(data, "another")) for one in (found, None))
     if ours != plain:
         raise DifferenceError(f"renamed {ours[:200]!r}, without an outline {plain[:200]!r}")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from lbproxy.core.requests.openai import Pieces, check_model_name, replaced
+from lbproxy.core.requests.openai import Naming, check_model_name
 from lbproxy.core.requests.outcome import LbError, Outcome
 
 MAX_PARTS: Final = 1000
@@ -58,10 +58,10 @@ def read_form_model(body: bytes, content_type: bytes, walk: FormWalk | None = No
     return model
 
 
-def rename_form_model(body: bytes, content_type: bytes, model: str, walk: FormWalk | None = None) -> Pieces:
-    """Return the form with another model in that field and all other bytes unchanged. `walk`: see above."""
+def find_form_name(body: bytes, content_type: bytes, walk: FormWalk | None = None) -> Naming:
+    """Where the form names its model. `walk`: see above."""
     span = _walked(body, content_type, walk).value
-    return replaced(body, [] if span is None else [span], model.encode())
+    return Naming(() if span is None else (span,), is_json=False)
 
 
 def _walked(body: bytes, content_type: bytes, walk: FormWalk | None) -> FormWalk:

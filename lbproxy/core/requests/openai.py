@@ -1,13 +1,13 @@
 """OpenAI's wire formats, as far as a balancer must read or write them: request bodies, model lists, error bodies.
 
 Everything read here comes from outside and is not trusted. What is wrong with it is raised as an `LbError`; nothing
-else is raised. Bodies are never changed, except that `with_model` and `rename_model` splice in a model name.
+else is raised. Bodies are never changed, except that `Naming` splices in a model name.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -117,35 +117,46 @@ MAX_MODEL_KEYS: Final = 1000
 
 
 Pieces: TypeAlias = tuple[bytes | memoryview, ...]
-"""A body in pieces: a large one is joined later, once, and without holding up the event loop."""
+"""A body in pieces: views of a large one are sent one after the other, and never joined."""
 
 
-def rename_model(body: bytes, model: str, outline: Outline | None = None) -> Pieces:
-    """Return a JSON object body with another model and all other bytes unchanged. `outline`: of this body, if it
-    exists.
+class Naming(NamedTuple):
+    """Where a body names its model: another name can be put there, while all other bytes stay as they are."""
 
-    Every `model` of the outermost object is replaced, in each spelling and as often as it occurs, so that every
-    server's parser finds the new one. The body must have passed `read_json_body`.
+    spans: Sequence[tuple[int, int]]
+    """Positions of the name in the body."""
+    is_json: bool = True
+    """The name is a JSON string; otherwise it stands alone."""
+    before: bytes = b""
+    """What goes before the name, where the body names none."""
+    after: bytes = b""
+
+    def named(self, body: bytes, model: str) -> Pieces:
+        """The body, with `model` as the name of its model."""
+        name = self.before + (orjson.dumps(model) if self.is_json else model.encode()) + self.after
+        view = memoryview(body)  # slices of it are not copies
+        pieces: list[bytes | memoryview] = []
+        end = 0
+        for start, until in self.spans:
+            pieces += (view[end:start], name)
+            end = until
+        return *pieces, view[end:]
+
+
+def find_names(body: bytes, outline: Outline | None = None) -> Naming:
+    """Where a JSON object body names its model. `outline`: of this body, if it exists.
+
+    Every `model` of the outermost object counts, in each spelling and as often as it occurs, so that every server's
+    parser finds the same name. The body must have passed `read_json_body`.
 
     Raises LbError INVALID_JSON for more than MAX_MODEL_KEYS keys `model` in a body without an outline, and for a
     `model` that is too long in one with an outline.
     """
     if outline is None:
-        return replaced(body, _model_values(body), orjson.dumps(model))
+        return Naming(_model_values(body))
     if outline.has_long_model:
         raise LbError(Outcome.INVALID_JSON, "The JSON body has a `model` that is too long, or too many blanks at one.")
-    return replaced(body, outline.models, orjson.dumps(model))
-
-
-def replaced(body: bytes, spans: Iterable[tuple[int, int]], by: bytes) -> Pieces:
-    """The body with `by` in place of each span."""
-    view = memoryview(body)  # slices of it are not copies
-    pieces: list[bytes | memoryview] = []
-    end = 0
-    for span in spans:
-        pieces += (view[end : span[0]], by)
-        end = span[1]
-    return *pieces, view[end:]
+    return Naming(outline.models)
 
 
 def _model_values(body: bytes) -> list[tuple[int, int]]:
@@ -174,16 +185,15 @@ def _model_values(body: bytes) -> list[tuple[int, int]]:
 _OPENING: Final = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*\{[ \t\r\n]*")
 
 
-def with_model(body: bytes, model: str) -> Pieces:
-    """Return a JSON object body without a model, with `model` as its new first field and all other bytes unchanged.
+def place_for_name(body: bytes) -> Naming:
+    """Where a JSON object body without a model gets one, as its new first field.
 
     The body must have passed `read_json_body`. Servers differ in whether they accept a request without a model.
     """
     opening = _OPENING.match(body)
     assert opening is not None, "it is an object, in UTF-8"
-    field = b'"model":' + orjson.dumps(model)
     end = opening.end()
-    return replaced(body, [(end, end)], field if body.startswith(b"}", end) else field + b",")
+    return Naming([(end, end)], before=b'"model":', after=b"" if body.startswith(b"}", end) else b",")
 
 
 def read_model_list(page: bytes) -> list[ModelCard] | None:

@@ -113,12 +113,19 @@ class Connection:
         self._paused = False
         self._is_full = False
         """The transport's buffer is full."""
-        self._unsent: memoryview | None = None
+        self._unsent: list[memoryview] = []
         """What is left to write of a large body."""
 
     # The exchange
 
-    def send(self, method: str, head: bytes, body: bytes, receiver: Receiver, limits: Limits) -> None:
+    def send(
+        self,
+        method: str,
+        head: bytes,
+        body: bytes | tuple[bytes | memoryview, ...],
+        receiver: Receiver,
+        limits: Limits,
+    ) -> None:
         """Send a complete request. The response goes to `receiver`, from the next turn of the loop on; or a TIMEOUT
         when a clock of these `limits` expires. The receiver reports when the response `began`.
         """
@@ -130,23 +137,28 @@ class Connection:
         transport = self._transport
         if transport is None:  # lost in the turn in which it was made or taken
             self._loop.call_soon(self._eof, None)
-        elif len(body) < 16 << 10:
+        elif isinstance(body, bytes) and len(body) < 16 << 10:
             transport.write(head + body)
-        elif len(body) <= LARGE_BYTES:
+        elif isinstance(body, bytes) and len(body) <= LARGE_BYTES:
             transport.writelines((head, body))
         else:
             transport.write(head)
-            self._unsent = memoryview(body)
+            pieces = (body,) if isinstance(body, bytes) else body
+            self._unsent = [memoryview(piece) for piece in pieces if len(piece)]
             self._send_more()
 
     def _send_more(self) -> None:
         """Write the next slice of a large body. Written at once it would block the loop: it is copied, or encrypted."""
-        transport, body = self._transport, self._unsent
-        if transport is None or body is None or transport.is_closing() or self._is_full:
+        transport, unsent = self._transport, self._unsent
+        if transport is None or not unsent or transport.is_closing() or self._is_full:
             return
-        transport.write(body[:SLICE_BYTES])
-        self._unsent = body[SLICE_BYTES:] if len(body) > SLICE_BYTES else None
-        if self._unsent is not None:
+        piece = unsent[0]
+        transport.write(piece[:SLICE_BYTES])
+        if len(piece) > SLICE_BYTES:
+            unsent[0] = piece[SLICE_BYTES:]
+        else:
+            del unsent[0]
+        if unsent:
             self._loop.call_soon(self._send_more)
 
     def relay(self, head: ResponseHead, receiver: Receiver, watcher: PayloadWatcher | None) -> None:
@@ -193,7 +205,8 @@ class Connection:
 
     def abort(self) -> None:
         """Close at once, whatever is in progress. Makes no calls. Allowed at any time."""
-        self._receiver = self._unsent = None
+        self._receiver = None
+        self._unsent = []
         self._pool.forget(self)
         if self._transport is not None:
             self._transport.abort()
@@ -304,7 +317,7 @@ class Connection:
         self._buffer = b""
         self.patience.stop()
         transport = self._transport
-        if keeps and self._unsent is None and transport is not None and not transport.is_closing():
+        if keeps and not self._unsent and transport is not None and not transport.is_closing():
             self._pool.keep(self, idle=not transport.get_write_buffer_size())
         else:
             self.abort()

@@ -153,7 +153,7 @@ class Exchange(Lifetime):
         request = as_named_by(state.endpoint, request)
         forwarded = self.client.peer.lines(request.fields, http10=request.http10)
         head = request.head_for(state.endpoint, record.id, forwarded, ask_load=state.asks_load, trace=record.trace)
-        connection.send(request.method, head, request.body, self, limits)
+        connection.send(request.method, head, request.pieces or request.body, self, limits)
 
     # A request that is split: split.Owner
 
@@ -478,7 +478,7 @@ class Exchange(Lifetime):
         try:
             step(*arguments)
         except LbError as error:
-            self.refuse(error)
+            self.give_up(error)
         except Exception:  # noqa: BLE001 - logged there, with its traceback
             self.defect()
 

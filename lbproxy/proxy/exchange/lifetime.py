@@ -120,8 +120,12 @@ class Lifetime(ABC):
         if self.step is RELAYING:
             self._relaying.cut(why)
         elif self.step is not FINISHED:
-            self._abandon(why)
-            self.refuse(LbError(why))
+            self.give_up(LbError(why))
+
+    def give_up(self, error: LbError) -> None:
+        """End with an error, whatever is in progress; nothing but the head of a stream went to the client yet."""
+        self._abandon(error.outcome)
+        self.refuse(error)
 
     # Steps
 

@@ -41,6 +41,7 @@ from lbproxy.proxy.request.legs import (
     read_engine_ids,
     sglang_rooms,
 )
+from lbproxy.proxy.request.reading import as_named_by
 
 USABLE_S: Final = 10.0
 """How long after prefill another decode endpoint may be sent there: a third of vLLM's `kv_lease_duration`. Later
@@ -93,7 +94,7 @@ class Split:
         assert state.handover.how is not None
         assert state.handover.connector is not None
         self.endpoint: Endpoint = state.endpoint
-        self.request: ClientRequest = leg.request
+        self.request: ClientRequest = as_named_by(state.endpoint, leg.request).in_one_piece()
         """The second leg, once it can be sent."""
         self._shared, self._leg, self._owner = shared, leg, owner
         self._state: EndpointState = state

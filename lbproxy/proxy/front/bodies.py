@@ -107,21 +107,17 @@ async def read_large(
     request: ClientRequest, reading: Reading, reader: Reader, overload: Overload
 ) -> tuple[ClientRequest, LargeFacts]:
     """Read a request with a large body, JSON or a form, in many short turns of the loop. Returns the request to
-    send, and its content; a body that was renamed is not counted as held any more. Raises LbError.
+    send, and its content. Raises LbError.
     """
     body = request.body
     overload.hold(reader, len(body))
     large = LargeJson(body) if has_json(request) else FormWalk(body, request.fields.content_type)
     await _in_turns(large.step)
-    facts, pieces = reading.read(request, reader.record, large)
+    facts, request = reading.read(request, reader.record, large)
     flattening, prompt = reading.flattening(request, facts), None
     if flattening is not None:
         await _in_turns(flattening.step)
         prompt = flattening.prompt()
-    if pieces is not None:
-        overload.hold(reader, len(body))
-        request = request._replace(body=await _joined(pieces))
-        overload.release(reader)
     return request, LargeFacts(facts, prompt)
 
 
@@ -131,10 +127,8 @@ async def _in_turns(step: Callable[[], bool]) -> None:
     await asyncio.sleep(0)  # what comes next takes long enough
 
 
-async def _joined(pieces: Iterable[bytes | memoryview]) -> bytes:
-    """Join in short turns of the loop: 64 MiB take 50 ms, and `bytes.join` keeps Python's lock, even in a thread, if a
-    piece is a view.
-    """
+async def _joined(pieces: Iterable[bytes]) -> bytes:
+    """Join in short turns of the loop: 64 MiB take 50 ms."""
     joined = BytesIO()
     left = STEP_BYTES
     for piece in pieces:

@@ -341,7 +341,6 @@ class FrontEnd(web.Server):
         else:
             sent, facts = await read_large(read, requests.reading, turn, self.overload)
             requests.start_exchange(sent, turn, facts)
-            record.request_bytes = len(body)
 
     async def _change_adapters(self, request: ClientRequest, turn: Turn) -> None:
         record, settings = turn.record, turn.settings

@@ -10,6 +10,7 @@ from lbproxy.core.endpoints.credentials import ApiKey, Tls
 from lbproxy.core.endpoints.endpoint import Endpoint
 from lbproxy.core.engines.orca import REQUEST_HEADER
 from lbproxy.core.observed.trace import Trace
+from lbproxy.core.requests.openai import Naming, Pieces
 from lbproxy.net.connections.fetch import bearer
 from lbproxy.net.connections.h1 import request_head
 from lbproxy.net.dialing.below import below
@@ -51,6 +52,16 @@ class ClientRequest(NamedTuple):
     """The client accepts no chunks, and its connection ends with the response."""
     trace: bytes = b""
     """Field lines, each with its CRLF: the trace that it belongs to. The client's own while lbproxy makes no traces."""
+    model: str | None = None
+    """The model that endpoints are asked for; None: the one that the body names."""
+    naming: Naming | None = None
+    """Where the body names its model, if that is known."""
+    pieces: Pieces = ()
+    """The body, if it is large and was given another model: it is sent piece by piece. `body` is empty then."""
+
+    def in_one_piece(self) -> ClientRequest:
+        """The same, with its pieces joined."""
+        return self._replace(body=b"".join(self.pieces), pieces=()) if self.pieces else self
 
     def head_for(
         self,
@@ -65,7 +76,10 @@ class ClientRequest(NamedTuple):
         request a load report with the response, in a format that clients cannot choose. `trace`: if the request is
         traced. An endpoint above tier 1 is elsewhere: it is told nothing of the client.
         """
-        method, target, _, fields, body, credentials, _, traced = self
+        method, target, _, fields, body, credentials, _, traced, _, _, pieces = self
+        length = len(body)
+        if pieces:
+            length = sum(map(len, pieces))
         host, named, key = _addressed(endpoint.base_url, endpoint.rank, endpoint.api_key, endpoint.tls)
         forward = fields.forward
         target = below(endpoint.base_url, target)
@@ -81,7 +95,7 @@ class ClientRequest(NamedTuple):
         if trace is not None:
             traced = trace.fields
         own = f"{named}x-request-id: {request_id}\r\n".encode("ascii")
-        return request_head(method, target, host, forward + forwarded + credentials + traced + own, len(body))
+        return request_head(method, target, host, forward + forwarded + credentials + traced + own, length)
 
 
 @lru_cache(maxsize=4096)  # once per request; URLs come from settings and discovery only

@@ -61,7 +61,8 @@ def read_plain(data: bytes, max_body_bytes: int) -> ClientRequest | None:
     if plain is None:
         return None
     path, route, fields = plain
-    return _new(ClientRequest, ("POST", path, route, fields, body, fields.credentials, False, fields.trace))
+    read = ("POST", path, route, fields, body, fields.credentials, False, fields.trace, None, None, ())
+    return _new(ClientRequest, read)
 
 
 class _Head(NamedTuple):

@@ -9,11 +9,12 @@ from lbproxy.config.tree import Settings
 from lbproxy.core.endpoints.endpoint import Endpoint
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.queue.flows import FlowRules
-from lbproxy.core.requests.forms import FormWalk, read_form_model, rename_form_model
+from lbproxy.core.requests.forms import FormWalk, find_form_name, read_form_model
 from lbproxy.core.requests.large_json import LargeJson
 from lbproxy.core.requests.models import Aliases, resolve
-from lbproxy.core.requests.openai import BodyFacts, ModelCard, Pieces, read_json_body, rename_model, with_model
-from lbproxy.core.requests.outline import omitted_bytes
+from lbproxy.core.requests.openai import BodyFacts, ModelCard, Naming, find_names, place_for_name, read_json_body
+from lbproxy.core.requests.outcome import LbError, Outcome
+from lbproxy.core.requests.outline import PARSE_AT_ONCE_BYTES, omitted_bytes
 from lbproxy.core.requests.prompt_keys import BlockKey, hash_prompt
 from lbproxy.core.requests.prompts import Flattening, Prompt
 from lbproxy.core.requests.request import WHOLE, InferenceRequest
@@ -29,7 +30,7 @@ Large: TypeAlias = LargeJson | FormWalk
 
 
 class LargeFacts(NamedTuple):
-    """What was read of a large body, which is already in the form to be sent."""
+    """What was read of a large body."""
 
     facts: BodyFacts
     prompt: Prompt | None
@@ -62,9 +63,7 @@ class Reading:
         if request.fields.upgrade:
             return self._socket(request, record)
         if large is None:
-            facts, pieces = self.read(request, record)
-            if pieces is not None:
-                request = request._replace(body=b"".join(pieces))
+            facts, request = self.read(request, record)
             flatten = request.route.flatten
             prompt = None if flatten is None or self._runtime.block_bytes is None else flatten(facts.fields)
         else:
@@ -74,29 +73,23 @@ class Reading:
 
     def read(
         self, request: ClientRequest, record: RequestRecord, large: Large | None = None
-    ) -> tuple[BodyFacts, Pieces | None]:
-        """The content of the body, with the model to place by (None: any endpoint); and the body to send, if it
-        differs. Notes in `record` the client's name of the model, if that is an alias.
+    ) -> tuple[BodyFacts, ClientRequest]:
+        """The content of the body, with the model to place by (None: any endpoint); and the request, with the model
+        to ask for if the body names none or another one. Notes in `record` the client's name of the model, if that is
+        an alias.
 
         `large`: the body, if that was read in turns. Raises LbError.
         """
-        facts, pieces = self._read(request, large)
+        facts, request = self._read(request, large)
         name = facts.model
         if name is None or name not in self._aliases:
-            return facts, pieces
+            return facts, request
         record.alias = name
         model = self._aliases.target(name, request.fields.session or record.id, self._served_now())
         if model == name:
-            return facts, pieces
-        body = request.body
-        if has_json(request) and pieces is None:
-            pieces = rename_model(body, model, large.outline if isinstance(large, LargeJson) else None)
-        elif has_json(request):
-            pieces = with_model(body, model)
-        else:
-            walk = large if isinstance(large, FormWalk) else None
-            pieces = rename_form_model(body, request.fields.content_type, model, walk)
-        return facts._replace(model=model), pieces
+            return facts, request
+        naming = request.naming or _naming_of(request, large)
+        return facts._replace(model=model), request._replace(model=model, naming=naming)
 
     def flattening(self, request: ClientRequest, facts: BodyFacts) -> Flattening | None:
         """Begin to flatten the prompt of a large body; None if no prompt is needed."""
@@ -178,23 +171,27 @@ class Reading:
         """The models that clients may name: those of the endpoints that are up, and aliases of them."""
         return self._aliases.listed(self._runtime.model_cards())
 
-    def _read(self, request: ClientRequest, large: Large | None) -> tuple[BodyFacts, Pieces | None]:
+    def _read(self, request: ClientRequest, large: Large | None) -> tuple[BodyFacts, ClientRequest]:
         """The same, with the name that the client used."""
         body = request.body
         is_inference = request.route.is_inference
         if has_json(request):
             if not body and not is_inference:
-                return BodyFacts(None), None
+                return BodyFacts(None), request
             facts = read_json_body(body, large if isinstance(large, LargeJson) else None)
-            if facts.model is not None or not is_inference:
-                return facts, None
-            model = resolve(None, self._runtime.base_models())
-            return facts._replace(model=model), with_model(body, model)
+            if facts.model is None and is_inference:
+                model = resolve(None, self._runtime.base_models())
+                return facts._replace(model=model), request._replace(model=model, naming=place_for_name(body))
+            if isinstance(large, LargeJson) and not large.outline.has_long_model:
+                request = request._replace(naming=find_names(body, large.outline))
+            return facts, request
         if has_form(request):
             walk = large if isinstance(large, FormWalk) else None
             named = read_form_model(body, request.fields.content_type, walk)
-            return BodyFacts(resolve(named, self._runtime.base_models()) if is_inference else named), None
-        return BodyFacts(None), None
+            if walk is not None:
+                request = request._replace(naming=_naming_of(request, walk))
+            return BodyFacts(resolve(named, self._runtime.base_models()) if is_inference else named), request
+        return BodyFacts(None), request
 
     def _served_now(self) -> frozenset[str]:
         """The models of endpoints that are up, as of the last second."""
@@ -206,19 +203,33 @@ class Reading:
 
 
 def as_named_by(endpoint: Endpoint, request: ClientRequest) -> ClientRequest:
-    """The request with the endpoint's own name of the model, if it has one. Raises LbError INVALID_JSON for a body that
-    names a model too often.
+    """The request with the model's name for `endpoint`: its own, if it has one. Raises LbError INVALID_JSON for a body
+    that names a model too often, or in too many bytes.
     """
-    model = endpoint.model
+    model = endpoint.model or request.model
     if model is None:
         return request
     if request.fields.upgrade:
         return request._replace(target=with_query_model(request.target, model))
-    if has_json(request) and request.body:
-        return request._replace(body=b"".join(rename_model(request.body, model)))
+    body, naming = request.body, request.naming
+    if naming is None:
+        if len(body) > PARSE_AT_ONCE_BYTES and has_json(request):  # its outline had no names that could be replaced
+            raise LbError(Outcome.INVALID_JSON, "The JSON body has a `model` that is too long to be replaced.")
+        naming = _naming_of(request)
+    pieces = naming.named(body, model)
+    if len(body) > PARSE_AT_ONCE_BYTES:
+        return request._replace(body=b"", pieces=pieces, model=None, naming=None)
+    return request._replace(body=b"".join(pieces), model=None, naming=None)
+
+
+def _naming_of(request: ClientRequest, large: Large | None = None) -> Naming:
+    """Where the body names its model, if it is one that is read. Raises LbError INVALID_JSON."""
+    if has_json(request):
+        return find_names(request.body, large.outline if isinstance(large, LargeJson) else None)
     if has_form(request):
-        return request._replace(body=b"".join(rename_form_model(request.body, request.fields.content_type, model)))
-    return request
+        walk = large if isinstance(large, FormWalk) else None
+        return find_form_name(request.body, request.fields.content_type, walk)
+    return Naming(())
 
 
 def _storage(request: ClientRequest, fields: Mapping[str, object]) -> tuple[str | None, bool]:

@@ -15,8 +15,8 @@ from lbproxy.core.requests.forms import (
     PART_BYTES,
     STEP_BYTES,
     FormWalk,
+    find_form_name,
     read_form_model,
-    rename_form_model,
 )
 from lbproxy.core.requests.outcome import LbError
 
@@ -32,7 +32,7 @@ def form(*parts: bytes) -> bytes:
 
 
 def renamed(body: bytes, model: str) -> bytes:
-    return b"".join(rename_form_model(body, KIND, model))
+    return b"".join(find_form_name(body, KIND).named(body, model))
 
 
 FILE = part('"file"', b"RIFF" + bytes(range(256)) * 1000, '; filename="a \\"b\\".wav"\r\nContent-Type: audio/wav')

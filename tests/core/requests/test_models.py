@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from lbproxy.config.parse import parse
 from lbproxy.core.requests import outline as outline_module
 from lbproxy.core.requests.models import Aliases
-from lbproxy.core.requests.openai import MAX_MODEL_KEYS, ModelCard, rename_model
+from lbproxy.core.requests.openai import MAX_MODEL_KEYS, ModelCard, find_names
 from lbproxy.core.requests.outcome import LbError
 from lbproxy.core.requests.outline import MAX_MODEL_FIELD_BYTES, Outline, outline
 
 
 def renamed(body: bytes, model: str, found: Outline | None = None) -> bytes:
-    return b"".join(rename_model(body, model, found))
+    return b"".join(find_names(body, found).named(body, model))
 
 
 def outlined(body: bytes, slice_bytes: int) -> Outline:
@@ -199,7 +199,7 @@ def test_a_large_body_is_refused_if_one_of_its_models_cannot_be_replaced(body: s
     """Else a server that takes another of them than we do would see a name that is not the alias's target."""
     raw = body.replace("LONG", "a" * MAX_MODEL_FIELD_BYTES).replace("BLANKS", " " * MAX_MODEL_FIELD_BYTES).encode()
     with pytest.raises(LbError):
-        rename_model(raw, "B", outline(raw))
+        find_names(raw, outline(raw))
 
 
 def test_what_only_looks_like_a_long_model_is_none() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lbproxy.core.requests.models import resolve
-from lbproxy.core.requests.openai import error_body, model_list, read_json_body, read_model_list, with_model
+from lbproxy.core.requests.openai import error_body, model_list, place_for_name, read_json_body, read_model_list
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.outline import MAX_DEPTH
 
@@ -22,7 +22,7 @@ def outcome_of(body: bytes) -> Outcome:
 
 
 def with_a_model(body: bytes, model: str) -> bytes:
-    return b"".join(with_model(body, model))
+    return b"".join(place_for_name(body).named(body, model))
 
 
 def test_model_and_stream_are_read() -> None:

@@ -126,6 +126,24 @@ def test_what_prefill_returned_goes_to_decode_with_the_clients_own_bytes() -> No
     run(main())
 
 
+@pytest.mark.parametrize("words", [100, 100_000], ids=["small", "read in turns"])
+def test_both_legs_name_the_model_behind_an_alias(words: int) -> None:
+    body = BODY.replace(b'"m"', b'"fast"').replace(b"word " * 100, b"word " * words)
+
+    async def main() -> None:
+        models = f"{ALWAYS}\nmodels: {{fast: {{to: m}}}}"
+        async with apart(("prefill", prefilled()), ("decode", stream), more=models) as (it, (first, second)):
+            assert complete(await it.ask(post(body)))
+            asked = json.loads(body) | {"model": "m"}
+            assert sent(first)["model"] == "m"
+            assert sent(first)["messages"] == asked["messages"]
+            assert second.requests[0].body.startswith(body.replace(b'"fast"', b'"m"')[:-1])
+            assert sent(second) == {**asked, "kv_transfer_params": PARAMS}
+            assert it.front.overload.held_bytes == 0
+
+    run(main())
+
+
 RECORDED = Path(__file__).parents[2] / "fixtures" / "http" / "vllm-0.32.0-nixl"
 
 

@@ -81,6 +81,55 @@ def test_large_bodies_change_by_no_other_byte(field: str) -> None:
     run(main())
 
 
+@pytest.mark.parametrize("named", [b'"fast"', b'"m"', None])
+def test_each_endpoint_gets_a_large_body_with_its_own_name(named: bytes | None) -> None:
+    """The second one, after the first one's error, is sent the client's bytes, not those that the first one was."""
+    text = b"a\\n" * MIB
+
+    def body(model: bytes | None) -> bytes:
+        return b"{" + (b"" if model is None else b'"model":%b,' % model) + b'"prompt":"%b"}' % text
+
+    async def main() -> None:
+        async with (
+            ScriptedEndpoint(answer(b"{}", status=503)) as first,
+            ScriptedEndpoint(answer(b"{}", status=503)) as second,
+            ScriptedEndpoint(answer(ANSWER)) as third,
+            rig(
+                (first.url, "models: [m], model: a/first-name"),
+                (second.url, "models: [m], model: '2', tier: 2"),
+                (third.url, "tier: 3"),
+                more=MODELS,
+            ) as it,
+        ):
+            assert (await it.ask(post(body(named), "/v1/completions"))).status == 200
+            asked = [(one, (b'"a/first-name"', b'"2"', b'"m"')[n]) for n, one in enumerate((first, second, third))]
+            for endpoint, name in asked:
+                (request,) = endpoint.requests
+                assert request.body == body(name)
+                assert request.field("content-length") == str(len(body(name)))
+            assert it.front.overload.held_bytes == 0
+
+    run(main())
+
+
+def test_a_large_body_whose_model_cannot_be_replaced_is_refused_where_it_must_be() -> None:
+    """Not where the endpoint takes the client's name."""
+    body = b'{"model":%b"m","prompt":"%b"}' % (b" " * (16 << 10), b"x" * MIB)
+
+    async def main() -> None:
+        async with ScriptedEndpoint(answer(ANSWER)) as server:
+            async with rig((server.url, "models: [m], model: own")) as it:
+                reply = await it.ask(post(body))
+                assert reply.status == 400
+                assert json.loads(reply.body)["error"]["code"] == "invalid_json"
+            assert server.requests == []
+            async with rig(server.url) as it:
+                assert (await it.ask(post(body))).status == 200
+            assert server.requests[0].body == body
+
+    run(main())
+
+
 def test_a_split_over_two_endpoints_keeps_sessions_together() -> None:
     """Each endpoint gets its model's requests only; a session never changes."""
 

@@ -34,7 +34,7 @@ def placed(body: bytes) -> InferenceRequest:
             large = LargeJson(body)
             while large.step():
                 pass
-            facts, _ = reading.read(request, record, large)
+            facts, request = reading.read(request, record, large)
             flattening = reading.flattening(request, facts)
             assert flattening is not None
             while flattening.step():
