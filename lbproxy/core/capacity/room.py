@@ -100,7 +100,22 @@ class Room:
             slots.limit_estimated(slots.limit - LIMIT_STEP * error_s * rate)
             times.shift(LIMIT_STEP * error_s)
 
+    def waited(self, waited_s: float, before: int, now: float) -> None:
+        """Note how much longer a request took than its own and earlier prefills explain. `before`: our requests in
+        flight when it was placed.
+        """
+        if self._is_last_slot(before, now):
+            self.slots.waited(waited_s, now)
+
     # Reading
+
+    def longest_wait_s(self, in_flight: int, now: float) -> float:
+        """How long one more request may have to wait for a slot; 0 if there is certainly one."""
+        return self.slots.longest_wait_s(now) if self._is_last_slot(in_flight, now) else 0.0
+
+    def _is_last_slot(self, in_flight: int, now: float) -> bool:
+        """Whether none may be left for one more request: a learned limit grows by one as a test."""
+        return in_flight + self.others.requests(now) >= self.slots.limit - 1.0
 
     def may_start(self, pending: int, now: float, *, non_streaming: bool) -> bool:
         """Whether another request is placed here although enough prefill work is queued, to test whether it starts at

@@ -30,6 +30,8 @@ MIN_QUEUE: Final = 2.0
 """An engine may have this many requests waiting at any rate of starts: it must not run idle."""
 RATE_S: Final = 5.0
 """Time constant for the rate of starts."""
+QUEUED_S: Final = 60.0
+"""Time constant of the longest wait in the engine's queue."""
 LATE_IN_ROW: Final = 2
 """A single late first byte is chance."""
 INITIAL_LIMIT: Final = 64.0
@@ -57,6 +59,7 @@ class Slots:
         "_in_time_at",
         "_initial_limit",
         "_late_in_row",
+        "_queued",
         "_reported_limit",
         "_space_until",
         "_starts",
@@ -89,6 +92,8 @@ class Slots:
         self._late_in_row = 0
         self._in_time_at = -inf
         self._step = 1.0
+        self._queued = (0.0, 0.0)
+        """The longest recent wait in the engine's queue, in seconds, and as of when."""
         self._starts = 0.0
         self._starts_at = 0.0
 
@@ -134,6 +139,13 @@ class Slots:
         waiting = in_flight + 1.0 - self.limit
         return 1000.0 * waiting / self.rate(now) if waiting > 0.0 else 0.0
 
+    def longest_wait_s(self, now: float) -> float:
+        """How long a request waited at most in the engine's queue, as first bytes of the last minute show: much longer
+        than the mean where responses that began together end together.
+        """
+        longest_s, at = self._queued
+        return longest_s * exp((at - now) / QUEUED_S)
+
     # Over a restart of lbproxy
 
     def save(self) -> dict[str, float]:
@@ -178,6 +190,11 @@ class Slots:
         """Note a complete response that took `took_s`."""
         self._initial_limit += 1.0
         self.response_s += (took_s - self.response_s) / 16.0 if self.response_s else took_s
+
+    def waited(self, waited_s: float, now: float) -> None:
+        """Note how long a request waited in the engine's queue."""
+        if waited_s >= self.longest_wait_s(now):
+            self._queued = waited_s, now
 
     def first_byte_in_time(self, before: float, now: float) -> None:
         """Note a first byte in time, with `before` requests there before it."""

@@ -85,6 +85,10 @@ class LoadModel:
         room = self.room
         return max(self.prefill_ms(now), room.slots.wait_ms(self.work.in_flight + room.others.requests(now), now))
 
+    def longest_wait_s(self, now: float) -> float:
+        """How long a request that is placed here now may have to wait for a slot; 0 if there is certainly one."""
+        return self.room.longest_wait_s(self.work.in_flight, now)
+
     def is_full(self, now: float) -> bool:
         """Whether no request should be placed here now. Overdue first bytes are applied here."""
         room, pending, non_streaming = self.room, self.work.pending, False
@@ -261,6 +265,7 @@ class LoadModel:
         room, took_s = self.room, now - placement.placed_at
         beyond_s = took_s - placement.predicted_s
         room.slots.started(now)
+        room.waited(beyond_s, placement.in_flight, now)
         if not placement.pending_before:
             if placement.in_flight < FREE_SHARE * room.slots.limit:
                 room.lanes.learn_delay(beyond_s)

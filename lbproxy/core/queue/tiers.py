@@ -93,6 +93,8 @@ class TieredChoice(Choice):
                 reason = None if health is None else Overflow.FAILED if ticket.avoid else Overflow.DOWN
         for members in tiers:
             result = self._in_tier(ticket, members, now, in_turn)
+            if isinstance(result.chosen, EndpointState) and members is not tiers[-1]:
+                result = self._in_time_or_held(ticket, result, tiers, now)
             if isinstance(result.chosen, EndpointState):
                 self._note(ticket, reason)
                 return result.chosen
@@ -104,6 +106,24 @@ class TieredChoice(Choice):
         chosen, ticket.best, ticket.best_wait_s, ticket.best_tokens, ticket.decode_on, ticket.retry_after_s = first
         ticket.overflow = None
         return self._refusal(ticket, tiers, now) or chosen if chosen is Wait.FULL else chosen
+
+    def _in_time_or_held(
+        self, ticket: Ticket, result: _Result, tiers: Sequence[Sequence[EndpointState]], now: float
+    ) -> _Result:
+        """The same result, unless the ticket might wait too long in the engine's own queue, where nothing can recall
+        it, and a higher tier has room: then it waits for a slot as long as it may, and others that have waited for less
+        may go there.
+        """
+        chosen = result.chosen
+        assert isinstance(chosen, EndpointState)
+        if not self.holds or self.after_s is None:
+            return result
+        if now - ticket.waits_since + chosen.load.longest_wait_s(now) <= self.after_s:
+            return result
+        higher = [state for members in tiers for state in members if state.endpoint.tier > chosen.endpoint.tier]
+        if not any(self.has_room(state, now) for state in higher):
+            return result
+        return result._replace(chosen=Wait.HELD, best=chosen, best_wait_s=chosen.load.wait_ms(now) / 1000.0)
 
     def _waits_for_wake(self, ticket: Ticket, lowest: int, now: float) -> bool:
         """Whether a ticket waits for an endpoint below tier `lowest` that sleeps. It is no reason to overflow that a

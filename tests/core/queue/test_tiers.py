@@ -18,6 +18,7 @@ from lbproxy.core.capacity.allowance import Bounds
 from lbproxy.core.endpoints.endpoint import EndpointSpec, EndpointUid
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.engines.handover import Role
+from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.queue.tiers import AGAIN_S
@@ -163,6 +164,40 @@ def test_a_wait_that_is_short_enough_is_waited_for() -> None:
     fleet.balancer.first_byte(running, now=1.0)
     assert fleet.balancer.poll(now=1.0) == [ticket]
     assert where(ticket) == "a1"
+
+
+def test_who_has_waited_long_does_not_wait_again_in_the_engines_queue() -> None:
+    """Where responses end together, waiting in the engine's own queue takes as long as a response, and nothing can
+    recall a request from there: the place in it goes to one that has just come.
+    """
+    fleet, short = Fleet(after=5.0), ask(10)
+    balancer, a1 = fleet.balancer, fleet.uids["a1"]
+
+    def report(waiting: int, now: float) -> None:
+        balancer.scrape_sent(a1)
+        balancer.report_scrape(a1, LoadMetrics(scraped_at=now, waiting=waiting, running=4))
+
+    first = [fleet.submit(short) for _ in range(4)]
+    for ticket in first:
+        balancer.first_byte(ticket, now=0.05)
+    queued = fleet.submit(short, now=0.1)
+    report(1, 2.8)
+    balancer.close(first[0], Outcome.COMPLETED, now=2.9)
+    balancer.first_byte(queued, now=3.0)
+    young = [fleet.submit(short, now=3.0) for _ in range(2)]
+    assert [where(ticket) for ticket in young] == ["a1", "a1"]
+    old = fleet.submit(short, now=3.0)
+    assert where(old) == "waits"
+    report(2, 5.8)
+    balancer.close(first[1], Outcome.COMPLETED, now=5.9)
+    balancer.first_byte(young[0], now=6.0)
+    assert balancer.poll(now=6.0) == []
+    assert where(old) == "waits", "it might wait for six seconds in all"
+    new = fleet.submit(short, now=6.0)
+    balancer.poll(now=6.0)
+    assert (where(new), where(old)) == ("a1", "waits")
+    assert balancer.poll(now=8.0) == [old]
+    assert (where(old), why(old)) == ("b1", "wait")
 
 
 def test_without_a_time_a_request_waits_as_long_as_without_a_second_tier() -> None:
