@@ -27,6 +27,7 @@ from lbproxy.config.sections.endpoints import EndpointSettings, EndpointTls
 from lbproxy.config.sections.engines import EngineSettings, SignalForm
 from lbproxy.config.sections.flows import FlowSettings
 from lbproxy.config.sections.models import ModelSettings
+from lbproxy.config.sleep import ColdStartSettings, HostSettings
 from lbproxy.config.tree import Settings
 from lbproxy.config.values import Quantity
 from lbproxy.core.endpoints.health import TABLE, Event, Health
@@ -76,11 +77,23 @@ def written(value: object, unit: Quantity | None) -> str:
     return f"`{value}`" if str(value) else "see there"
 
 
+KINDS_OF_VALUES: dict[object, str] = {
+    EndpointSettings: "list",
+    KeySettings: "list",
+    IPv4Network: "list of networks",
+    TlsSettings: "mapping",
+    ColdStartSettings: "text, mapping",
+    tuple: "list of text",
+}
+"""By what is in the annotation; the first counts."""
+
+
 def takes(field: FieldInfo) -> str:
     """What may be written there."""
     unit = quantity(field)
+    found = [*parts(field.annotation), *map(get_origin, parts(field.annotation))]
     words = [str(word) for part in parts(field.annotation) if get_origin(part) is Literal for word in get_args(part)]
-    if {EngineSettings, ModelSettings, FlowSettings} & {
+    if {EngineSettings, ModelSettings, FlowSettings, HostSettings} & {
         part for part in parts(field.annotation) if isinstance(part, type)
     }:
         text = "mapping of names to mappings"
@@ -98,14 +111,8 @@ def takes(field: FieldInfo) -> str:
         text = "true, false"
     elif any(isinstance(part, type) and issubclass(part, Address) for part in parts(field.annotation)):
         text = "host:port, mapping"
-    elif EndpointSettings in parts(field.annotation) or KeySettings in parts(field.annotation):
-        text = "list"
-    elif IPv4Network in parts(field.annotation):
-        text = "list of networks"
-    elif TlsSettings in parts(field.annotation):
-        text = "mapping"
     else:
-        text = "text"
+        text = next((text for part, text in KINDS_OF_VALUES.items() if part in found), "text")
     return f"{text}, null" if type(None) in parts(field.annotation) else text
 
 
@@ -133,6 +140,8 @@ SECTIONS: dict[str, tuple[type[BaseModel], str]] = {
     "key": (KeySettings, ""),
     "endpoints": (EndpointSettings, ""),
     "endpoint tls": (EndpointTls, "tls."),
+    "cold start": (ColdStartSettings, "cold_start."),
+    "hosts": (HostSettings, ""),
     "engines": (EngineSettings, ""),
     "models": (ModelSettings, ""),
     "flow": (FlowSettings, ""),

@@ -1,4 +1,4 @@
-"""The commands that speak to a running lbproxy: status, top, drain, undrain, explain.
+"""The commands that speak to a running lbproxy: status, top, drain, undrain, sleep, wake, explain.
 
 Imported by: `cli`.
 """

@@ -68,7 +68,7 @@ RULES = [
     Rule(
         "heads", "control characters", "RFC 9110, 5.5: a bare CR, LF or NUL is not to be let through", _CONTROL.search
     ),
-    Rule("heads", "line folding", "RFC 9112, 5.2: obsolete; a gateway may answer 502", re.compile(rb"\n[ \t]").search),
+    Rule("heads", "line folding", "RFC 9112, 5.2: obsolete; a gateway may respond 502", re.compile(rb"\n[ \t]").search),
     Rule(
         "heads",
         "more than one Content-Length",

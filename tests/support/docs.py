@@ -98,5 +98,6 @@ def _between(page: Path, name: str) -> tuple[str, str, str]:
     before, found, rest = text.partition(begin)
     inside, closed, after = rest.partition(end)
     assert found, f"{page.name} has no marker {begin.strip()}"
+    assert "<!-- generated: " not in inside, f"{page.name}: `{name}` has no end of its own, after an empty line"
     assert closed, f"{page.name} has no {end.strip()} after {begin.strip()}"
     return before + begin, inside, end + after

@@ -19,7 +19,8 @@ MAX_AGE_S: Final = 600
 _METHODS: Final = "GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"
 _EXPOSED: Final = ", ".join(
     (
-        *("x-request-id", "x-lbproxy-attempts", "x-lbproxy-endpoint", "x-lbproxy-prefill", "x-lbproxy-explain"),
+        *("x-request-id", "x-lbproxy-attempts", "x-lbproxy-endpoint", "x-lbproxy-tier", "x-lbproxy-prefill"),
+        "x-lbproxy-explain",
         *(REASON_FIELD, "x-should-retry", "retry-after"),
     )
 )
