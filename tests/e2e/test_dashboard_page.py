@@ -119,6 +119,8 @@ def test_roles_and_both_legs_of_a_split_request_are_shown(servers: list[str], tm
 def test_six_tiles_are_a_row_where_six_fit_and_no_figure_is_cut_off(servers: list[str], tmp_path: Path) -> None:
     tops = "[...document.querySelectorAll('.tile')].map((one) => Math.round(one.getBoundingClientRect().top))"
     cut = "[...document.querySelectorAll('.figure')].filter((one) => one.scrollWidth > one.clientWidth).length"
+    note = "document.querySelector('#endpoints .note').textContent = 'no metrics for 12 min, used although ejected'"
+    wide = "((one) => [one.clientWidth > 1000, one.scrollWidth > one.clientWidth])(document.querySelector('.scroll'))"
     fill = "[...document.querySelectorAll('.figure')].forEach((one) => { one.textContent = '1.23 / 45.6 s'; })"
 
     async def main() -> None:
@@ -133,6 +135,9 @@ def test_six_tiles_are_a_row_where_six_fit_and_no_figure_is_cut_off(servers: lis
                     assert len({*await tab.js(tops)}) == rows, width
                     assert await tab.js(f"{fill}, {cut}") == 0, width
                     assert await tab.js("document.documentElement.scrollWidth") <= width
+                await tab.look(1440, 900)
+                await tab.until("innerWidth === 1440")
+                assert await tab.js(f"{note}, {wide}") == [True, False], "a state with a long note fits into the table"
                 assert tab.complaints == []
 
     run(main(), timeout_s=240)

@@ -131,6 +131,7 @@ function drawRow(row, one) {
   set(state[0], "class", `symbol ${tone}`);
   set(state[1], "class", tone);
   put(state[2], notesOf(one));
+  set(state[2], "title", notesOf(one));
   set(row, "class", tone === "bad" ? "off" : one.draining || one.leaving ? "aside" : "");
   COLUMNS.slice(2).forEach((column, index) => {
     const value = column.value(one);

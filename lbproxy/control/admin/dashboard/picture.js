@@ -15,7 +15,7 @@ const TILES = [
     value: (_, frame) => `${number(frame.endpoints.reduce((sum, one) => sum + one.in_flight, 0))} / ${number(frame.queue.waiting)}` },
   { head: "Errors, refusals per second", lines: [["errors", perSecond("errors")], ["refused", perSecond("rejected")]],
     value: (point) => `${figure(perSecond("errors")(point))} / ${figure(perSecond("rejected")(point))}` },
-  { head: "Answer tokens per second", lines: [["tokens", perSecond("completion_tokens")]], value: (point) => figure(perSecond("completion_tokens")(point)) },
+  { head: "Response tokens per second", lines: [["tokens", perSecond("completion_tokens")]], value: (point) => figure(perSecond("completion_tokens")(point)) },
 ];
 function firstBytes({ p50, p95 }) {
   return p95 >= 1000 ? `${figure(p50 / 1000)} / ${figure(p95 / 1000)} s` : `${number(p50)} / ${number(p95)} ms`;
