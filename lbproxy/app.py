@@ -15,7 +15,6 @@ import logging
 import os
 import random
 import socket
-import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -55,7 +54,7 @@ from lbproxy.extras.kv_events import KvEvents, find_kv_events
 from lbproxy.extras.replication import make_replication
 from lbproxy.net.connections.pool import ConnectionPool
 from lbproxy.net.listening.bind import open_sockets
-from lbproxy.net.listening.inherit import Inherited, Sockets, hand_over
+from lbproxy.net.listening.inherit import Inherited, Legacy, hand_over
 from lbproxy.net.listening.notify import Notifier
 from lbproxy.runtime import Runtime, logger
 
@@ -94,7 +93,7 @@ class Orders:
     reloaded: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
     """Called when settings that were read again are in force; the reload ends when it returns."""
     overlaid: Callable[[], None] = lambda: None
-    """Called when `Proxy.overlay` changed in between."""
+    """Called when `Proxy.overlay` or what is drained changed in between."""
     command: list[str] | None = None
     """What starts the same program again. None = it cannot be restarted."""
     exiting: Callable[[], None] = lambda: None
@@ -191,7 +190,7 @@ class Proxy:
         sockets = await self._sockets(inherited)
         async with asyncio.TaskGroup() as tasks:
             self.tasks = tasks
-            self.members = Membership(self.runtime, Watches(tasks, self._loops, self.rng))
+            self.members = Membership(self.runtime, Watches(tasks, self._loops, self.rng), inherited.drained)
             self.members.begin(self.discovery.endpoints())
             self._start_sources()
             await self.keeper.restore(None if self.replication is None else await self.replication.join())
@@ -409,6 +408,11 @@ class Proxy:
         self.overlay = overlay
         self._orders.overlaid()
 
+    def drain(self, uid: EndpointUid, *, draining: bool) -> None:
+        """See api.Steering."""
+        self.runtime.drain(uid, draining=draining)
+        self._orders.overlaid()
+
     def set_log_level(self, level: str) -> None:
         """See api.Steering."""
         log = self.settings.log.model_copy(update={"level": level})
@@ -436,12 +440,12 @@ class Proxy:
             self.admin.stop_accepting()
         self._handed_over.set()
 
-    async def _before_restart(self) -> Sockets:
+    async def _before_restart(self) -> Legacy:
         await self.keeper.write_now()
         sockets: dict[str, Sequence[socket.socket]] = {"listen": self.plane.sockets or ()}
         if self.admin is not None and self.admin.listener is not None:
             sockets["admin"] = self.admin.listener.sockets
-        return sockets
+        return Legacy(sockets, self.members.drained())
 
     async def _stop(self, orders: Orders, tasks: asyncio.TaskGroup) -> None:
         """SIGTERM's supervisor waits for us, so `drain.deadline` counts from it; nobody waits for who handed over."""
@@ -478,11 +482,6 @@ def _place(address: Address | None) -> tuple[object, ...] | None:
     """What of a listener's settings a reload cannot change."""
     encrypted = isinstance(address, ListenSettings) and address.tls is not None
     return None if address is None else (str(address), address.mode, encrypted)
-
-
-def own_command() -> list[str]:
-    """What started this process."""
-    return [sys.executable, *sys.orig_argv[1:]]
 
 
 def _banner(settings: Settings, listening: Listening, keys: int | None) -> str:

@@ -222,12 +222,13 @@ def _run(args: argparse.Namespace) -> int:
     # What a start makes stays: to look through it for garbage again and again takes a twentieth of the start.
     gc.disable()
     from lbproxy import app  # noqa: PLC0415 - heavy, and `--help` or a bad file need not wait for it
+    from lbproxy.net.listening.inherit import own_command  # noqa: PLC0415
     from lbproxy.processes.control import Text  # noqa: PLC0415
     from lbproxy.processes.supervisor import supervise, worker_count  # noqa: PLC0415
 
     def start(told: Signals) -> Coroutine[object, object, None]:
         read = partial(_read_settings, args.config)
-        orders = app.Orders(told.stop, told.hurry, read_settings=read, command=app.own_command())
+        orders = app.Orders(told.stop, told.hurry, read_settings=read, command=own_command())
         told.exiting = lambda: orders.exiting()  # noqa: PLW0108 - set later
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGHUP, orders.reload.set)

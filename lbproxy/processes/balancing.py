@@ -92,7 +92,7 @@ class Balancing:
         """Until it is told to stop."""
         supervisor = self._supervisor
         supervisor.on_message = self._on_message
-        inherited = Inherited.of_descriptors(self._start.descriptors)
+        inherited = Inherited.of_descriptors(self._start.descriptors, self._start.settings.drained)
         try:
             await self._proxy.run(inherited, self._orders, self._on_ready)
         finally:
@@ -157,7 +157,8 @@ class Balancing:
         added, removed = self._proxy.overlay.changes
         text, source = self._in_force.text, self._in_force.source
         as_json = tuple((orjson.dumps(one.entry).decode(), one.keep) for one in added)
-        self._supervisor.send(Adopt(Text(text, source, as_json, removed), self._proxy.status()))
+        in_force = Text(text, source, as_json, removed, self._proxy.members.drained())
+        self._supervisor.send(Adopt(in_force, self._proxy.status()))
         self._supervisor.link.flush()  # before the client of the admin API gets its response
 
 

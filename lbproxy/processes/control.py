@@ -40,6 +40,8 @@ class Text(Message):
     """Endpoints that the admin API added since, as JSON, and whether a reload keeps them. Workers do not need them."""
     removed: tuple[str, ...] = ()
     """Names of endpoints of the text that the admin API removed since."""
+    drained: tuple[str, ...] = ()
+    """Names of endpoints that are drained."""
 
 
 class Start(Message, tag=1):

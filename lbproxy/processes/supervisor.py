@@ -32,7 +32,7 @@ from lbproxy.control.telemetry.log import configure_logging
 from lbproxy.control.telemetry.writer import LineWriter
 from lbproxy.data_plane import listening_url
 from lbproxy.net.listening.bind import bound_port, open_sockets
-from lbproxy.net.listening.inherit import Inherited, Sockets, hand_over
+from lbproxy.net.listening.inherit import Inherited, Legacy, hand_over
 from lbproxy.net.listening.notify import Notifier
 from lbproxy.processes.control import (
     BALANCER,
@@ -148,6 +148,7 @@ class Supervisor:
         orders.exiting = self._kill_all
         await self._listen(inherited)
         self._succeeds = inherited.has_predecessor
+        self._text.drained = inherited.drained
         unfit: ConfigError | OSError | None = None
         async with asyncio.TaskGroup() as self._group:
             running: list[asyncio.Task[Any]] = []
@@ -314,10 +315,10 @@ class Supervisor:
         await hand_over(orders.restart, orders.command, self._before_restart, self._notifier)
         self._handed_over.set()
 
-    async def _before_restart(self) -> Sockets:
+    async def _before_restart(self) -> Legacy:
         if self._balancer.child is not None:
             self._balancer.child.link.send(Save())  # it is done before a process has started
-        return self._sockets
+        return Legacy(self._sockets, self._text.drained)
 
     async def _stop(self, orders: app.Orders) -> None:
         """Workers first: see `app.Proxy`."""

@@ -199,7 +199,9 @@ def test_no_request_fails_because_the_balancer_process_died(servers: list[str], 
 
 
 def test_endpoints_of_the_admin_api_survive_the_balancer_process(servers: list[str], tmp_path: Path) -> None:
-    """Also those that were removed, a second death, and a reload after it, which keeps those that are to be kept."""
+    """Also those that were removed or drained, a second death, and a reload after it, which keeps those that are to be
+    kept.
+    """
     names = [one.removeprefix("http://") for one in servers]
     json = {"content-type": "application/json"}
 
@@ -225,10 +227,12 @@ def test_endpoints_of_the_admin_api_survive_the_balancer_process(servers: list[s
         for entry in (kept, other):
             assert it.admin.post("/admin/endpoints", json=entry).status_code == 201
         assert it.admin.delete(f"/admin/endpoints/{names[0]}", headers=json).status_code == 200
+        assert it.admin.post("/admin/endpoints/other/drain", headers=json).status_code == 200
         await is_up(it)
         for _ in range(2):
             await dies(it)
             assert shown(it) == [("kept", "added, kept by a reload"), ("other", "added")]
+            assert [one["draining"] for one in it.state()["endpoints"]] == [False, True]
         async with load(it.url) as clients:
             await until(lambda: clients.done > 10)
         assert clients.failed == []
@@ -316,6 +320,11 @@ def test_sigusr2_hands_over_without_a_failed_request(servers: list[str], tmp_pat
         async with streams(it, SHORT) as opened:
             async with load(it.url, keep=3, fresh=3) as clients:
                 await until(lambda: clients.done > 20)
+                drained = it.state()["endpoints"][0]["name"]
+                answer = it.admin.post(
+                    f"/admin/endpoints/{drained}/drain", headers={"content-type": "application/json"}
+                )
+                assert answer.status_code == 200
                 os.kill(it.pid, signal.SIGUSR2)
                 match = await asyncio.to_thread(it.process.wait_for, r"accepts connections: process (\d+)")
                 successors.append(int(match[1]))
@@ -326,6 +335,7 @@ def test_sigusr2_hands_over_without_a_failed_request(servers: list[str], tmp_pat
             assert it.process.process.poll() == 0
             await until(lambda: len(it.workers()) == WORKERS)
             assert set(it.workers().values()) < set(children_of(successors[0]))
+            assert [one["draining"] for one in it.state()["endpoints"]] == [True, *[False] * (len(servers) - 1)]
 
     successors: list[int] = []
     with cluster(tmp_path, servers, deadline="500ms") as it:

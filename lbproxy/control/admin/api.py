@@ -62,6 +62,10 @@ class Steering(Protocol):
         """One less; returns whether the file has it. Raises UnknownEntryError; ConfigError if it is the last."""
         ...
 
+    def drain(self, uid: EndpointUid, *, draining: bool) -> None:
+        """Drain an endpoint, or end that."""
+        ...
+
     def set_log_level(self, level: str) -> None:
         """Until a reload or a restart."""
         ...
@@ -322,7 +326,7 @@ class Api:
             raise ApiError(404, "unknown_endpoint", f"{name} was removed; {running} requests still run there.")
         for one in found:
             if one.draining != draining:
-                self._runtime.drain(one.endpoint.uid, draining=draining)
+                self._steering.drain(one.endpoint.uid, draining=draining)
                 text = "endpoint %s is draining" if draining else "endpoint %s takes requests again"
                 _log(text, one.endpoint.name)
         return _json(drain_progress(name, self._named(request)))

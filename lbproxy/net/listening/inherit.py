@@ -3,7 +3,8 @@
 They are inherited as systemd passes them (sd_listen_fds(3)): from descriptor 3 on, `LISTEN_FDS` of them, with names in
 `LISTEN_FDNAMES`, and meant for this process if `LISTEN_PID` is its own. A successor gets them in the same way, except
 for `LISTEN_PID`: the parent cannot know the pid in advance, so `LBPROXY_PREDECESSOR` has the parent's. It also gets a
-pipe, `LBPROXY_READY_FD`, on which it reports that it accepts; if the pipe closes without a message, it never did.
+pipe, `LBPROXY_READY_FD`, on which it reports that it accepts; if the pipe closes without a message, it never did. And
+it gets the names of endpoints that an operator drains, `LBPROXY_DRAINED`, separated by blanks: it drains them too.
 
 Invariants: a socket that is not used is closed; the variables are removed from the environment, so that no child
 process takes them for its own; a successor that is not ready in time is killed.
@@ -18,6 +19,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import NamedTuple
 
@@ -36,22 +38,36 @@ READY_WITHIN_S = 60.0
 _TEMPORARY_FD = 64
 """Descriptors are moved above this before they are put in place, so that none is overwritten."""
 _READY = b"ready"
+MAX_DRAINED_BYTES = 64 << 10
+"""The system allows 128 KiB for a variable."""
+
+
+class Legacy(NamedTuple):
+    """What a successor gets."""
+
+    sockets: Sockets
+    drained: Sequence[str] = ()
+    """Names of endpoints."""
 
 
 class Inherited:
     """What this process inherited. `take` what is needed, then `close` the rest."""
 
-    def __init__(self, sockets: Sequence[tuple[str, socket.socket]] = (), ready_fd: int | None = None) -> None:
+    def __init__(
+        self,
+        sockets: Sequence[tuple[str, socket.socket]] = (),
+        ready_fd: int | None = None,
+        drained: Sequence[str] = (),
+    ) -> None:
+        self.drained = tuple(drained)
+        """Names of endpoints that the predecessor drained."""
         self._sockets = list(sockets)
         self._ready_fd = ready_fd
 
     @classmethod
     def from_environment(cls, environ: MutableMapping[str, str]) -> Inherited:
         """Read `environ`, and remove the variables."""
-        variables = {
-            name: environ.pop(name, "")
-            for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "LBPROXY_PREDECESSOR", "LBPROXY_READY_FD")
-        }
+        variables = {name: environ.pop(name, "") for name in _VARIABLES}
         succeeds = variables["LBPROXY_PREDECESSOR"] == str(os.getppid())
         if not (succeeds or variables["LISTEN_PID"] == str(os.getpid())) or not variables["LISTEN_FDS"].isdecimal():
             return cls()
@@ -65,13 +81,13 @@ class Inherited:
         if not succeeds or not ready_fd.isdecimal():
             return cls(sockets)
         os.set_inheritable(int(ready_fd), False)
-        return cls(sockets, int(ready_fd))
+        return cls(sockets, int(ready_fd), variables["LBPROXY_DRAINED"].split())
 
     @classmethod
-    def of_descriptors(cls, descriptors: Mapping[str, Sequence[int]]) -> Inherited:
+    def of_descriptors(cls, descriptors: Mapping[str, Sequence[int]], drained: Sequence[str] = ()) -> Inherited:
         """Sockets of the process that started this one, by the setting that they are for."""
         found = [(name, _listening(fd)) for name, group in descriptors.items() for fd in group]
-        return cls([(name, sock) for name, sock in found if sock is not None])
+        return cls([(name, sock) for name, sock in found if sock is not None], drained=drained)
 
     @property
     def has_predecessor(self) -> bool:
@@ -145,6 +161,35 @@ def _listening(fd: int) -> socket.socket | None:
 # --- A successor ------------------------------------------------------------------------------------------------------
 
 
+_VARIABLES = (
+    "LISTEN_PID",
+    "LISTEN_FDS",
+    "LISTEN_FDNAMES",
+    "LBPROXY_PREDECESSOR",
+    "LBPROXY_READY_FD",
+    "LBPROXY_DRAINED",
+)
+
+
+def own_command() -> list[str]:
+    """What started this process."""
+    return [sys.executable, *sys.orig_argv[1:]]
+
+
+def _joined(names: Sequence[str]) -> str:
+    """As many names as there is room for."""
+    size = 0
+    kept: list[str] = []
+    for name in names:
+        size += len(name.encode()) + 1
+        if size > MAX_DRAINED_BYTES:
+            text = "too many endpoints are drained: the new process does not drain %s, nor %d others"
+            logger.warning(text, name, len(names) - len(kept) - 1, extra={"event": "restart"})
+            break
+        kept.append(name)
+    return " ".join(kept)
+
+
 class _Child(NamedTuple):
     pid: int
     ready_fd: int
@@ -152,12 +197,12 @@ class _Child(NamedTuple):
 
 
 async def hand_over(
-    asked: asyncio.Event, command: Sequence[str] | None, prepare: Callable[[], Awaitable[Sockets]], notifier: Notifier
+    asked: asyncio.Event, command: Sequence[str] | None, prepare: Callable[[], Awaitable[Legacy]], notifier: Notifier
 ) -> None:
     """Start a successor whenever `asked` is set, and return once one accepts connections. The caller then accepts none.
 
-    `command`: what starts it; None = it cannot be started. `prepare` is called before each start; it returns the
-    sockets to hand over.
+    `command`: what starts it; None = it cannot be started. `prepare` is called before each start; it returns what to
+    hand over.
     """
     while True:
         await asked.wait()
@@ -165,9 +210,9 @@ async def hand_over(
         if command is None:
             continue
         logger.info("restarting: the new process is %s", " ".join(command), extra={"event": "restart"})
-        sockets = await prepare()
+        legacy = await prepare()
         try:
-            pid = await start_successor(command, sockets)
+            pid = await start_successor(command, legacy)
         except OSError as error:
             logger.error("the new process cannot be started, so we continue: %s", error, extra={"event": "restart"})
             continue
@@ -179,12 +224,12 @@ async def hand_over(
         return
 
 
-async def start_successor(command: Sequence[str], sockets: Sockets) -> int | None:
-    """Run `command` with the sockets, by the setting that they are for, and wait until it accepts.
+async def start_successor(command: Sequence[str], legacy: Legacy) -> int | None:
+    """Run `command` with what is handed over, and wait until it accepts.
 
     Returns its pid; None if it did not accept, and then it was killed. Raises OSError if it cannot be started at all.
     """
-    child = _spawn(command, [(key, sock) for key, listening in sockets.items() for sock in listening])
+    child = _spawn(command, legacy)
     try:
         message = await _read_ready(child.ready_fd)
     except BaseException:
@@ -215,8 +260,9 @@ async def _read_ready(fd: int) -> bytes:
         loop.remove_reader(fd)
 
 
-def _spawn(command: Sequence[str], sockets: Sequence[tuple[str, socket.socket]]) -> _Child:
+def _spawn(command: Sequence[str], legacy: Legacy) -> _Child:
     """Use posix_spawn, not fork: this process has threads."""
+    sockets = [(key, sock) for key, listening in legacy.sockets.items() for sock in listening]
     reading, writing = os.pipe()
     moved = [
         fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _TEMPORARY_FD) for fd in (*(s.fileno() for _, s in sockets), writing)
@@ -227,6 +273,7 @@ def _spawn(command: Sequence[str], sockets: Sequence[tuple[str, socket.socket]])
         "LISTEN_FDNAMES": ":".join(name for name, _ in sockets),
         "LBPROXY_PREDECESSOR": str(os.getpid()),
         "LBPROXY_READY_FD": str(FIRST_FD + len(sockets)),
+        "LBPROXY_DRAINED": _joined(legacy.drained),
     }
     try:
         actions = [(os.POSIX_SPAWN_DUP2, fd, FIRST_FD + index) for index, fd in enumerate(moved)]

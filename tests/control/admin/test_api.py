@@ -35,6 +35,7 @@ from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.queue.ticket import TicketState, Wait
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
+from lbproxy.runtime import Runtime
 from tests.control.rig import Rig, rig
 from tests.support.aio import run, until
 from tests.support.pool import submit
@@ -59,7 +60,8 @@ class FakePages:
 
 
 class FakeSteering:
-    def __init__(self) -> None:
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
         self.settings = parse(SETTINGS, environ={})
         self.problems: list[str] | None = []
         self.asleep_problem: str | None = None
@@ -82,6 +84,9 @@ class FakeSteering:
         log = self.settings.log.model_copy(update={"level": level})
         self.settings = self.settings.model_copy(update={"log": log})
 
+    def drain(self, uid: EndpointUid, *, draining: bool) -> None:
+        self.runtime.drain(uid, draining=draining)
+
     def set_awake(self, uid: int, awake: bool) -> str | None:
         self.awake.append(awake)
         return self.asleep_problem
@@ -94,7 +99,7 @@ class Site:
     def __init__(self, pool: Rig) -> None:
         self.rig = pool
         self.front = FakeFront()
-        self.steering = FakeSteering()
+        self.steering = FakeSteering(pool.runtime)
         self.recent = Recent(100, pool.runtime.now, self.front.running_records)
         loads = Loads()
         state = State(
