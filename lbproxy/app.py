@@ -190,7 +190,8 @@ class Proxy:
         sockets = await self._sockets(inherited)
         async with asyncio.TaskGroup() as tasks:
             self.tasks = tasks
-            self.members = Membership(self.runtime, Watches(tasks, self._loops, self.rng), inherited.drained)
+            self.members = Membership(self.runtime, Watches(tasks, self._loops, self.rng))
+            self.runtime.drained |= {*inherited.drained}
             self.members.begin(self.discovery.endpoints())
             self._start_sources()
             await self.keeper.restore(None if self.replication is None else await self.replication.join())
@@ -445,7 +446,7 @@ class Proxy:
         sockets: dict[str, Sequence[socket.socket]] = {"listen": self.plane.sockets or ()}
         if self.admin is not None and self.admin.listener is not None:
             sockets["admin"] = self.admin.listener.sockets
-        return Legacy(sockets, self.members.drained())
+        return Legacy(sockets, sorted(self.runtime.drained))
 
     async def _stop(self, orders: Orders, tasks: asyncio.TaskGroup) -> None:
         """SIGTERM's supervisor waits for us, so `drain.deadline` counts from it; nobody waits for who handed over."""

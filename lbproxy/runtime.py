@@ -75,7 +75,7 @@ class Runtime(RequestRuntime):
         self.move_stranded: Callable[[], None] | None = None
         self._check_due = False
         self._members: dict[EndpointUid, Endpoint] = {}
-        self._drained: set[str] = set()
+        self.drained: set[str] = set()
         """Keys of endpoints that an operator drained, members or not: names of the settings come and go with DNS."""
         self._model_readers: dict[str, ModelReader] = {}
         """By `url_key`."""
@@ -219,7 +219,7 @@ class Runtime(RequestRuntime):
         for new in (*changes.added, *changes.changed):
             self._members[new.uid] = new
         for new in changes.added:
-            if new.key in self._drained or new.url_key in self._drained:
+            if new.key in self.drained or new.url_key in self.drained:
                 self._balancer.drain(new.uid)
         self._pump_soon()
         return changes
@@ -279,8 +279,8 @@ class Runtime(RequestRuntime):
         """
         self._balancer.drain(uid, draining=draining)
         if (member := self._members.get(uid)) is not None:
-            self._drained -= {member.key, member.url_key}
-            self._drained |= {member.key} if draining else set()
+            self.drained -= {member.key, member.url_key}
+            self.drained |= {member.key} if draining else set()
         self._pump_soon()
 
     def report_models(self, uid: EndpointUid, cards: Iterable[ModelCard] | None) -> None:

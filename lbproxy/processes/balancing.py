@@ -157,7 +157,7 @@ class Balancing:
         added, removed = self._proxy.overlay.changes
         text, source = self._in_force.text, self._in_force.source
         as_json = tuple((orjson.dumps(one.entry).decode(), one.keep) for one in added)
-        in_force = Text(text, source, as_json, removed, self._proxy.members.drained())
+        in_force = Text(text, source, as_json, removed, tuple(sorted(self._proxy.runtime.drained)))
         self._supervisor.send(Adopt(in_force, self._proxy.status()))
         self._supervisor.link.flush()  # before the client of the admin API gets its response
 

@@ -41,7 +41,7 @@ class Text(Message):
     removed: tuple[str, ...] = ()
     """Names of endpoints of the text that the admin API removed since."""
     drained: tuple[str, ...] = ()
-    """Names of endpoints that are drained."""
+    """Keys of endpoints that an operator drained."""
 
 
 class Start(Message, tag=1):

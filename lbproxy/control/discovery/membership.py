@@ -3,8 +3,6 @@
 An endpoint that joins takes the balancer some 25 µs. A name that suddenly has a thousand addresses would hold up the
 event loop, which requests share: so of many new endpoints the last join in later turns of the loop.
 
-Endpoints that an operator drained in the process before this one are drained from the moment when they join.
-
 A server with data-parallel ranks is an endpoint for each rank, here and from here on: `ranks` of its settings, or what
 its metrics show.
 """
@@ -13,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Final
@@ -25,21 +23,15 @@ from lbproxy.runtime import Runtime
 logger = logging.getLogger("lbproxy")
 JOINED_AT_ONCE: Final = 100
 """Endpoints that join in the same turn of the loop."""
-DRAINED_S: Final = 60.0
-"""How long an endpoint may take to join, to be the one that was drained: as long as names need to be resolved."""
 
 
 class Membership:
     """Who is in the set of one runtime."""
 
-    def __init__(self, runtime: Runtime, watches: Watches, drained: Iterable[str] = ()) -> None:
-        """`drained`: names of endpoints that were drained in the process before this one."""
+    def __init__(self, runtime: Runtime, watches: Watches) -> None:
         self.watches = watches
         """Follow each change of the set."""
         self._runtime = runtime
-        self._drained = set(drained)
-        """Those that have not joined yet."""
-        self._drained_until = runtime.now() + DRAINED_S
         self._rest: asyncio.Handle | None = None
         self._servers: Sequence[EndpointSpec] = ()
         self._ranks: dict[str, int] = {}
@@ -48,24 +40,7 @@ class Membership:
     def begin(self, servers: Sequence[EndpointSpec]) -> None:
         """Make the set equal to `servers`, however many, as nothing else goes on yet."""
         self._servers = servers
-        self._set(list(self._endpoints(servers)))
-
-    def _set(self, specs: Sequence[EndpointSpec]) -> None:
-        changes = self._runtime.set_endpoints(specs)
-        if self._drained and changes.added:
-            if self._runtime.now() > self._drained_until:
-                self._drained.clear()
-            for one in changes.added:
-                if one.name in self._drained:
-                    self._drained.remove(one.name)
-                    self._runtime.drain(one.uid, draining=True)
-                    logger.info("endpoint %s is draining, as before", one.name, extra={"event": "drain"})
-        self.watches.follow(changes)
-
-    def drained(self) -> tuple[str, ...]:
-        """The names of endpoints that an operator drains, for the process after this one."""
-        members = self._runtime.snapshot().endpoints
-        return (*(one.endpoint.name for one in members if one.draining and not one.removed), *self._drained)
+        self.watches.follow(self._runtime.set_endpoints(list(self._endpoints(servers))))
 
     def found_ranks(self, endpoint: Endpoint, ranks: int) -> None:
         """The metrics of a server show so many ranks. See `Scraping.found_ranks`."""
@@ -98,11 +73,11 @@ class Membership:
             self._rest = self._runtime.loop.call_soon(self._adopt_some, specs)
         else:
             self._rest = None
-            self._set(specs)
+            self.watches.follow(self._runtime.set_endpoints(specs))
 
     def _adopt_some(self, specs: Sequence[EndpointSpec]) -> None:
         later = self._later(specs)
-        self._set([one for one in specs if one.key not in later])
+        self.watches.follow(self._runtime.set_endpoints([one for one in specs if one.key not in later]))
         self._rest = self._runtime.loop.call_later(APART_S, self._adopt_some, specs) if later else None
 
     def _later(self, specs: Sequence[EndpointSpec]) -> set[str]:

@@ -4,7 +4,7 @@ They are inherited as systemd passes them (sd_listen_fds(3)): from descriptor 3 
 `LISTEN_FDNAMES`, and meant for this process if `LISTEN_PID` is its own. A successor gets them in the same way, except
 for `LISTEN_PID`: the parent cannot know the pid in advance, so `LBPROXY_PREDECESSOR` has the parent's. It also gets a
 pipe, `LBPROXY_READY_FD`, on which it reports that it accepts; if the pipe closes without a message, it never did. And
-it gets the names of endpoints that an operator drains, `LBPROXY_DRAINED`, separated by blanks: it drains them too.
+it gets the keys of endpoints that an operator drained, `LBPROXY_DRAINED`, a line each: it drains them, too.
 
 Invariants: a socket that is not used is closed; the variables are removed from the environment, so that no child
 process takes them for its own; a successor that is not ready in time is killed.
@@ -47,7 +47,7 @@ class Legacy(NamedTuple):
 
     sockets: Sockets
     drained: Sequence[str] = ()
-    """Names of endpoints."""
+    """Keys of endpoints that an operator drained."""
 
 
 class Inherited:
@@ -60,7 +60,7 @@ class Inherited:
         drained: Sequence[str] = (),
     ) -> None:
         self.drained = tuple(drained)
-        """Names of endpoints that the predecessor drained."""
+        """Keys of endpoints that were drained in the process before this one."""
         self._sockets = list(sockets)
         self._ready_fd = ready_fd
 
@@ -81,7 +81,7 @@ class Inherited:
         if not succeeds or not ready_fd.isdecimal():
             return cls(sockets)
         os.set_inheritable(int(ready_fd), False)
-        return cls(sockets, int(ready_fd), variables["LBPROXY_DRAINED"].split())
+        return cls(sockets, int(ready_fd), variables["LBPROXY_DRAINED"].splitlines())
 
     @classmethod
     def of_descriptors(cls, descriptors: Mapping[str, Sequence[int]], drained: Sequence[str] = ()) -> Inherited:
@@ -176,18 +176,18 @@ def own_command() -> list[str]:
     return [sys.executable, *sys.orig_argv[1:]]
 
 
-def _joined(names: Sequence[str]) -> str:
-    """As many names as there is room for."""
+def _lines(keys: Sequence[str]) -> str:
+    """As many keys as there is room for."""
     size = 0
     kept: list[str] = []
-    for name in names:
-        size += len(name.encode()) + 1
+    for key in keys:
+        size += len(key.encode()) + 1
         if size > MAX_DRAINED_BYTES:
-            text = "too many endpoints are drained: the new process does not drain %s, nor %d others"
-            logger.warning(text, name, len(names) - len(kept) - 1, extra={"event": "restart"})
+            text = "too many endpoints are drained: the new process does not drain %s, and %d more"
+            logger.warning(text, key, len(keys) - len(kept) - 1, extra={"event": "restart"})
             break
-        kept.append(name)
-    return " ".join(kept)
+        kept.append(key)
+    return "\n".join(kept)
 
 
 class _Child(NamedTuple):
@@ -273,7 +273,7 @@ def _spawn(command: Sequence[str], legacy: Legacy) -> _Child:
         "LISTEN_FDNAMES": ":".join(name for name, _ in sockets),
         "LBPROXY_PREDECESSOR": str(os.getpid()),
         "LBPROXY_READY_FD": str(FIRST_FD + len(sockets)),
-        "LBPROXY_DRAINED": _joined(legacy.drained),
+        "LBPROXY_DRAINED": _lines(legacy.drained),
     }
     try:
         actions = [(os.POSIX_SPAWN_DUP2, fd, FIRST_FD + index) for index, fd in enumerate(moved)]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-import pytest
-
-from lbproxy.control.discovery.membership import DRAINED_S, JOINED_AT_ONCE, Membership
+from lbproxy.control.discovery.membership import JOINED_AT_ONCE, Membership
 from lbproxy.control.discovery.watch import APART_S, Watches
 from lbproxy.core.endpoints.endpoint_set import EndpointChanges
 from lbproxy.runtime import Runtime
@@ -100,32 +98,5 @@ def test_the_ranks_of_a_drained_server_are_drained() -> None:
         runtime.drain(first.endpoint.uid, draining=False)
         members.found_ranks(first.endpoint, 3)
         assert [one.draining for one in runtime.snapshot().endpoints] == [False, True, False]
-
-    run(main())
-
-
-def test_what_was_drained_before_is_drained_from_the_moment_when_it_joins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also a rank that is found later; not what joins long after, which may be another server, nor a second time."""
-
-    def draining(runtime: Runtime) -> dict[str, bool]:
-        return {one.endpoint.name: one.draining for one in runtime.snapshot().endpoints}
-
-    async def main() -> None:
-        runtime = Runtime(make_balancer())
-        members = Membership(runtime, Followed(), ["e1", "e2#1", "e3", "e4"])
-        members.begin([spec(1), spec(2), spec(5)])
-        assert draining(runtime) == {"e1": True, "e2": False, "e5": False}
-        e2 = next(one.endpoint for one in runtime.snapshot().endpoints if one.endpoint.name == "e2")
-        members.found_ranks(e2, 2)
-        assert draining(runtime) == {"e1": True, "e2#0": False, "e2#1": True, "e5": False}
-        assert {*members.drained()} == {"e1", "e2#1", "e3", "e4"}, "for another one after this one"
-        members.adopt([spec(2), spec(3)])
-        members.adopt([spec(1), spec(2), spec(3)])
-        assert draining(runtime) == {"e1": False, "e2#0": False, "e2#1": True, "e3": True}
-        now = runtime.now()
-        monkeypatch.setattr(runtime, "now", lambda: now + DRAINED_S)
-        members.adopt([spec(3), spec(4)])
-        assert draining(runtime) == {"e3": True, "e4": False}
-        assert members.drained() == ("e3",)
 
     run(main())
