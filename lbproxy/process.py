@@ -11,6 +11,7 @@ import resource
 import ssl
 import sys
 from collections.abc import Coroutine
+from functools import partial
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -48,7 +49,7 @@ def import_aiohttp() -> None:
     one that is made here checks certificates and trusts nobody, so who used it all the same would see it fail.
     """
     made = ssl.create_default_context
-    ssl.create_default_context = lambda: ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # type: ignore[assignment]
+    ssl.create_default_context = partial(ssl.SSLContext, ssl.PROTOCOL_TLS_CLIENT)
     try:
         importlib.import_module("aiohttp")
     finally:
