@@ -57,13 +57,13 @@ class Reader:
         """What the balancer is told of the body of this job."""
         body = orjson.dumps(self._api.body(prompt_of(job, written), job, self._seed))
         facts = read_json_body(body)
-        text, media_tokens = self._flatten(facts.fields)
+        prompt = self._flatten(facts.fields)
         return request._replace(
             body_bytes=len(body),
-            prompt_bytes=len(text),
-            block_keys=hash_prompt(text, model=facts.model, block_bytes=BLOCK_BYTES),
+            prompt_bytes=len(prompt.text),
+            block_keys=hash_prompt(prompt.text, model=facts.model, block_bytes=BLOCK_BYTES),
             max_tokens=facts.max_tokens,
-            media_tokens=media_tokens,
+            media_tokens=prompt.media_tokens,
             flow=ANONYMOUS,
         )
 

@@ -70,12 +70,13 @@ def times_faster(section: str, peer: str) -> Callable[[Results], float | None]:
     return of
 
 
-def cpu_ratio(section: str, peer: str) -> Callable[[Results], float | None]:
-    """Our CPU per event by the peer's."""
+def cpu_ratio(section: str, *peers: str, unit: str = "event") -> Callable[[Results], float | None]:
+    """Our CPU per event, or request, by the best of the peers; None unless all were measured."""
 
     def of(results: Results) -> float | None:
         seen = _seen(results, section)
-        return _divided(_cpu(seen, OURS, "event"), _cpu(seen, peer, "event"))
+        known = [one for peer in peers if (one := _cpu(seen, peer, unit)) is not None]
+        return _divided(_cpu(seen, OURS, unit), min(known)) if len(known) == len(peers) else None
 
     return of
 
@@ -170,22 +171,26 @@ GOALS = (
     _faster("1k", "1 KB, 64 connections", "smg", 2.5),
     _faster("1k", "1 KB, 64 connections", "litellm", 100),
     _faster("1k", "1 KB, 64 connections", "envoy", None, 1.1),
+    Goal("1 KB, 64 connections: CPU per request, x nginx", cpu_ratio("1k", "nginx", unit="request"), None, 1.7),
     _faster("32k", "32 KB prompts", "sglang-router", 1.3),
-    _faster("32k", "32 KB prompts", "envoy", 0.7, 0.9),
+    _faster("32k", "32 KB prompts", "envoy", 0.7, 1.0),
     Goal("500 streams x 20 ms: CPU per event, x sglang-router", cpu_ratio("sse", "sglang-router"), 1.0),
     Goal("500 streams x 20 ms: CPU per event, x envoy", cpu_ratio("sse", "envoy"), 0.95),
     Goal("500 streams x 20 ms: CPU per event, x nginx", cpu_ratio("sse", "nginx"), None, 1.15),
+    Goal("500 streams x 20 ms: CPU per event, x the best Rust router", cpu_ratio("sse", *RUST), None, 0.9),
+    Goal("2,000 streams x 50 ms: CPU per event, x nginx", cpu_ratio("streams", "nginx"), None, 1.15),
+    Goal("2,000 streams x 50 ms: CPU per event, x the best Rust router", cpu_ratio("streams", *RUST), None, 0.9),
     Goal("low load: TTFT p50 over direct, ms", added, 0.25, digits=3),
     Goal("low load: TTFT p50 over direct, x envoy", added_ratio("envoy"), 1.0),
     Goal("low load: TTFT p50 over direct, x nginx", added_ratio("nginx"), None, 1.7),
     Goal("2,000 streams x 50 ms: event delay p99, ms", delay("streams"), 10),
     Goal("2,000 streams x 50 ms: event delay p99, x the best Rust router", delay_ratio(*RUST), 1.0),
-    Goal("2,000 streams x 50 ms: event delay p99, x nginx", delay_ratio("nginx"), None, 1.0),
-    Goal("RSS idle, MB", idle_mb, 70, 50, digits=0),
+    Goal("2,000 streams x 50 ms: event delay p99, x nginx", delay_ratio("nginx"), None, 1.2),
+    Goal("RSS idle, MB", idle_mb, 70, 55, digits=0),
     Goal("RSS at 2,000 streams, MB", peak_mb("streams"), 110, 80, digits=0),
     Goal("one decision over 100 endpoints, 32 KB prompt, us", other("decision", "us"), 150, 60, digits=0),
     Goal("scraping 100 endpoints each 200 ms, cores", other("scrape", "cores"), 0.25, 0.1, digits=3),
     Goal("220 KB prompts: requests/s per core, x llm-d's 130", long_prompts, 5, 10, at_least=True, digits=1),
     Goal("8,900 streams x 1 s: failed requests", errors("held"), 0, digits=0),
-    Goal("start to the first answer, ms", other("start", "first_answer_ms"), 500, digits=0),
+    Goal("start to the first answer, ms", other("start", "first_answer_ms"), 500, 300, digits=0),
 )

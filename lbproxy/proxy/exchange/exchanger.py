@@ -44,7 +44,9 @@ class Exchanger:
     def note_load_report(self, head: ResponseHead, ticket: Ticket, *, wanted: bool) -> ResponseHead:
         """Report the endpoint's load. Only clients that asked for it get it."""
         self.runtime.report_load(ticket, read_field(head.load_report))
-        return head._replace(end_to_end=head.end_to_end + head.load_report) if wanted else head
+        if wanted:
+            head.end_to_end += head.load_report
+        return head
 
     def own_fields(self, record: RequestRecord, cors: str, *, explain: bool) -> str:
         """lbproxy's own field lines in a response, each with its CRLF.

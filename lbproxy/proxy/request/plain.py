@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 from lbproxy.core.observed.trace import TRACE_FIELDS
-from lbproxy.net.connections.h1 import LENGTH_LINE, split_field
+from lbproxy.net.connections.h1 import split_field, split_length
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.headers import (
     CREDENTIALS,
@@ -47,16 +47,16 @@ _SPECIAL: Final = (
 def read_plain(data: bytes, max_body_bytes: int) -> ClientRequest | None:
     """Read `data` as exactly one complete plain request; None if it is anything else."""
     end = data.find(b"\r\n\r\n", 0, MAX_PLAIN_HEAD_BYTES)
-    length = LENGTH_LINE.search(data, 0, end + 2)
-    if end < 0 or length is None:
+    if end < 0:
+        return None
+    # Without its length the head is the same for each request of most clients, and cached.
+    head, length = split_length(data[: end + 2])
+    if length is None:
         return None
     body = data[end + 4 :]
-    size = int(length[1])
+    size = int(length)
     if len(body) != size or size > max_body_bytes:
         return None
-    # The rest is the same for each request of most clients, and cached.
-    first, last = length.span()
-    head = data[:first] + data[last:end]
     plain = _read_head_cached(head) if len(head) <= _CACHED_HEAD_BYTES else _read_head(head)
     if plain is None:
         return None
@@ -77,7 +77,7 @@ def _read_head(head: bytes) -> _Head | None:
     first = _REQUEST_LINE.match(head)
     if first is None:
         return None
-    block = head[first.end() :]
+    block = head[first.end() : -2]
     lines = block.split(b"\r\n")
     if len(lines) > MAX_PLAIN_FIELDS or block.translate(None, _TEXT) != b"\r\n" * (len(lines) - 1):
         return None

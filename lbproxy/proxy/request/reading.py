@@ -65,7 +65,10 @@ class Reading:
         if large is None:
             facts, request = self.read(request, record)
             flatten = request.route.flatten
-            prompt = None if flatten is None or self._runtime.block_bytes is None else flatten(facts.fields)
+            if flatten is None or self._runtime.block_bytes is None:
+                prompt = None
+            else:
+                prompt = flatten(facts.fields, request.body)
         else:
             facts, prompt = large
         record.model, record.stream = facts.model, facts.stream
@@ -113,14 +116,22 @@ class Reading:
         if request.route.flatten is None or not request.route.is_common or "store" in read:
             response_id, stores = _storage(request, read)
         if block_bytes is not None and prompt is not None:
-            text, media_tokens = prompt
-            prompt_bytes = len(text)
+            text, media_tokens, before_text, span = prompt
+            prompt_bytes = len(text) if span is None else len(before_text) + span[1] - span[0]
             before = None if response_id is None else self._runtime.stored(response_id)
             after = () if before is None else before.block_keys
             if prompt_bytes >= block_bytes or after:
                 if is_large:
                     prompt_bytes += omitted_bytes(text, len(request.body))
-                keys = hash_prompt(text, model=model, salt=cache_salt, block_bytes=block_bytes, after=after)
+                keys = hash_prompt(
+                    text,
+                    model=model,
+                    salt=cache_salt,
+                    block_bytes=block_bytes,
+                    after=after,
+                    before=before_text,
+                    span=span,
+                )
             if before is not None:
                 prompt_bytes += before.prompt_bytes
         record.flow = flow = self._flow_rules.flow_of(record.key, fields.flow)
