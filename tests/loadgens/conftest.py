@@ -56,7 +56,7 @@ Standing = Callable[..., AbstractContextManager[Stand]]
 
 @pytest.fixture
 def standing(tmp_path: Path) -> Standing:
-    """Starts one, with arguments for the servers."""
+    """Starts one, with further arguments for the servers: the last of one name counts."""
 
     @contextmanager
     def start(*more: str) -> Iterator[Stand]:

@@ -35,8 +35,8 @@ def figures(tool: Tool, summary: Summary, seen: Seen) -> dict[str, tuple[float, 
     """What both report of the run in which all succeeds."""
     both: dict[str, tuple[float | None, float]] = {
         "requests": (summary.good, seen.good),
-        "prompt tokens": (None if tool.cuts else summary.prompt_tokens, seen.prompt_tokens),
-        "response tokens": (None if tool.cuts else summary.completion_tokens, seen.completion_tokens),
+        "prompt tokens": (summary.prompt_tokens, seen.prompt_tokens),
+        "response tokens": (summary.completion_tokens, seen.completion_tokens),
         "TTFT, s": (summary.ttft_s, seen.ttft_s),
         "E2E, s": (summary.duration_s, seen.duration_s),
     }

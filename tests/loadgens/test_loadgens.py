@@ -15,7 +15,8 @@ from tests.loadgens.report import Report, differences, figures, with_errors
 from tests.loadgens.tools import SETTINGS, TOOLS, Summary, Tool
 
 TIMEOUT_S = 300
-REFUSED = "status code=400 share=0.25"
+REFUSING = ("--fault", "status code=400 share=0.4", "--ttft", "0.2")
+"""400 is not tried again, neither by lbproxy nor by a load generator."""
 SETTLED_S = 1.0
 
 
@@ -59,7 +60,7 @@ def test_a_load_generator_and_lbproxy_report_the_same(
         summary = run(tool, stand.url, tmp_path / "good")
         settle(stand)
         good = stand.seen()
-    with standing("--fault", REFUSED) as stand:
+    with standing(*REFUSING) as stand:
         summary_of_errors = run(tool, stand.url, tmp_path / "errors")
         settle(stand)
         bad = stand.seen()

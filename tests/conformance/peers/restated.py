@@ -39,6 +39,24 @@ class Case:
 
 
 ROUTER, STACK, SMG = "vllm-project/router", "vllm-project/production-stack", "lightseekorg/smg"
+GATEWAY = "sgl-project/sglang"
+CANCEL = Source(
+    GATEWAY, "03744dbedc69f4db84d0a6ae6d4400ce252bb6d8", "sgl-model-gateway/tests/reliability/upstream_cancel_test.rs"
+)
+GAUGE = Source(
+    GATEWAY, "4dfda317fd6220541246f55da639a562a68fb9b3", "sgl-model-gateway/tests/http_connections_gauge_test.rs"
+)
+BREAKER = Source(
+    SMG, "0a1487d45557d3f47ac76f2ceb459a226c976ab3", "model_gateway/tests/reliability/circuit_breaker_test.rs"
+)
+TRANSPARENT = Source(ROUTER, "e0c942d4492332113a920c233cc71f20adbfdf6e", "tests/test_transparent_proxy_routing.rs")
+QUEUE = Source(ROUTER, "520303f1052ea01285e1906ea1c68d01b31a902d", "tests/queue_timeout_http_test.rs")
+SPEECH = Source(STACK, "0c0e3e755b8c59281efe65222e816d5653a6be15", "src/tests/test_transcription_streaming.py")
+MANY_KEYS = Source(STACK, "83939c1a4a2412211cb944ff60c97566e92a81d1", "src/tests/test_multi_api_key_auth.py")
+PROVIDERS = Source(
+    STACK, "39aea0955cb549d1dbbe53453f4e4168fb25d5ca", "src/tests/external_providers/test_response_headers.py"
+)
+TIMEOUTS = Source(STACK, "1405abc7d38ee4a6f1027207cd4b79cfce9765fb", "src/tests/test_request_timeouts.py")
 ENDPOINTS = Source(ROUTER, "0803ed393001c160fe7fa5efc10d0e6778b97fdb", "tests/api_endpoints_test.rs")
 EDGES = Source(ROUTER, "6dddfdcce4b52d4de428b1063c5fb3aa79ec473e", "tests/routing_edge_cases_test.rs")
 LIMITS = Source(ROUTER, "15fa0fcb84d8741c70077bb67df4458c04d960b2", "py_test/integration/test_rate_limiting.py")
@@ -126,6 +144,18 @@ NOT_HERE: tuple[tuple[Source, tuple[str, ...], str], ...] = (
         ("thresholds of test_cache_aware_diverse_prompts_balances",),
         "lbproxy has no thresholds: a predicted cost decides; the promise itself is restated",
     ),
+    (
+        TRANSPARENT,
+        ("test_session_id_*", "test_sticky_routing_*", "test_header_session_id_*", "test_without_headers_*"),
+        "a conversation stays together by what its prompts have in common, not by a header that names it",
+    ),
+    (
+        TRANSPARENT,
+        ("test_availability_filter_*", "test_inline_header_conversion_*", "test_pd_mode_*"),
+        "they call that router's policy, not a port",
+    ),
+    (MANY_KEYS, ("test_parse_*", "test_get_allowed_api_keys_*"), "keys are in lbproxy's settings, by name"),
+    (TIMEOUTS, ("TestResolveTimeoutSeconds",), "time limits are in lbproxy's settings, not in the environment"),
     (IDS, ("test_custom_request_id_headers",), "lbproxy has no setting for other names of the request's id"),
     (KEYS, ("mtls_tests",), "it sets no certificates; tests/proxy/front/test_https.py does"),
     (STREAMS, ("test_sse_format_parsing",), "it tests its own helper; `python -m tests.fuzz events` tests ours"),
