@@ -1,7 +1,7 @@
 """Where a case comes from: the other router, its file at a commit, and the tests there. None of their code is here.
 
 Their suites do not run against another router: those in Rust call their own router in the same process, those in
-Python replace its parts by mocks or start its command; and their packages do not contain them.
+Python replace its parts by mocks or start its command.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _rows(cases: list[Case]) -> list[list[str]]:
 
 def restated() -> str:
     """The table of what the tests hold lbproxy to, by source."""
-    cases = sorted(CASES, key=lambda one: (one.source.repository, one.source.path))
+    cases = sorted(CASES, key=lambda one: (one.source.repository, one.source.path, one.names, one.promise))
     return table(["source", "tests there", "what they promise", "lbproxy"], _rows(cases))
 
 
