@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 BUILT := build/compiled
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: run test test-tools chaos soak test-real test-clients check format lint types lock clean compiled bench-dashboard bench-overhead profile bench-routing \
+.PHONY: run test test-tools chaos soak test-real test-clients test-loadgens check format lint types lock clean compiled bench-dashboard bench-overhead profile bench-routing \
         bench-routing-http recording night wheels wheels-check wheels-test image-test sbom
 
 run: $(VENV)/.run
@@ -20,7 +20,7 @@ run: $(VENV)/.run
 # replaced attributes. Its random inputs (hypothesis) run compiled only: what they find, they find there, too.
 FLEETS := tests/sim/fleet tests/sim/mock/test_faults.py
 SOCKETS := tests/chaos tests/e2e tests/net tests/processes tests/proxy tests/workers
-OTHERS := tests/benchmarks tests/real tests/clients tests/fixtures tests/support tests/__pycache__
+OTHERS := tests/benchmarks tests/real tests/clients tests/loadgens tests/fixtures tests/support tests/__pycache__
 AS_PYTHON := $(filter-out $(SOCKETS) $(OTHERS),$(patsubst %/,%,$(wildcard tests/*/)) $(wildcard tests/test_*.py))
 # Of those that run compiled, the files with tests that replace methods, which compiled classes do not allow.
 REPLACING := tests/net/connections/test_pool.py \
@@ -79,6 +79,11 @@ test-real: $(VENV)/.dev
 # Client libraries through lbproxy before simulated servers, in environments of their own (.clients, 1 GB): docs/testing.md.
 test-clients: $(VENV)/.dev
 	$(BIN)/python -m tests.clients
+
+# Load generators of others through lbproxy, in environments of their own (.loadgens, 6 GB, and .real): docs/testing.md.
+test-loadgens: $(VENV)/.dev
+	$(BIN)/python -m tests.loadgens
+	LBPROXY_WRITE_DOCS=1 $(BIN)/python -m pytest -q tests/test_docs_loadgens.py
 
 # Every fault with its counts: ten minutes, for the tables of docs/reliability.md. A short form is among the tests.
 chaos: $(VENV)/.dev

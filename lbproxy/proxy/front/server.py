@@ -40,7 +40,7 @@ from lbproxy.proxy.request.handshake import read_handshake
 from lbproxy.proxy.request.headers import SWITCHES, origin_form, read_request_fields
 from lbproxy.proxy.request.own_responses import models_body
 from lbproxy.proxy.request.reading import has_form, has_json
-from lbproxy.proxy.request.routes import ADAPTERS, find_route
+from lbproxy.proxy.request.routes import ADAPTERS, HEALTH, HEALTH_PATH, Route, find_route
 from lbproxy.request_runtime import RequestRuntime
 
 logger = logging.getLogger("lbproxy")
@@ -318,13 +318,13 @@ class FrontEnd(web.Server):
         credentials, trace = fields.credentials, fields.trace
         if requests.sampling is not None:
             record.trace, trace = requests.sampling.begin(trace)
-        if requests.keys is not None:  # before anything is sent or read
+        if requests.keys is not None and record.path != HEALTH_PATH:  # before anything is sent or read
             record.key, credentials = requests.keys.name_of(credentials), b""
         settings = turn.settings
         route = find_route(request.method, record.path, lora_management=settings.lora_management)
         if route.ours and route is not ADAPTERS and request.method != "OPTIONS":
             record.route = route.name
-            self._list_models(turn)
+            self._respond(route, turn)
             return
         if requests.draining or requests.overload.refuses is not None:
             raise requests.refusal()
@@ -351,11 +351,18 @@ class FrontEnd(web.Server):
         timeout_s, named = settings.timeouts.first_byte, settings.expose_endpoint
         turn.respond(*await self._adapter_calls.make(request, record.id, timeout_s=timeout_s, name_endpoints=named))
 
-    def _list_models(self, turn: Turn) -> None:
-        """GET /v1/models, or one of them: the merged models of the endpoints that are up."""
+    def _respond(self, route: Route, turn: Turn) -> None:
+        """GET /v1/models, or one of them: the merged models of the endpoints that are up. GET /health: a 503 from
+        the moment that lbproxy begins to stop. Raises LbError.
+        """
         if not self._runtime.any_up():
             raise LbError(Outcome.NO_ENDPOINTS)
-        turn.respond(200, models_body(self.requests.reading.model_cards(), turn.record.path))
+        if route is not HEALTH:
+            turn.respond(200, models_body(self.requests.reading.model_cards(), turn.record.path))
+        elif self.requests.last:
+            raise LbError(Outcome.DRAINING)
+        else:
+            turn.respond(200, b'{"status":"ok"}')
 
     # Responses and records
 

@@ -65,6 +65,9 @@ _POST = frozenset({"POST", "OPTIONS"})
 _GET = frozenset({"GET", "HEAD", "OPTIONS"})
 
 _MODELS = Route("models", Body.ANY, _GET, ours=True)
+HEALTH_PATH: Final = "/health"
+HEALTH: Final = Route("health", Body.ANY, frozenset({"GET", "HEAD"}), ours=True)
+"""Of lbproxy, without a key, as model servers have it: clients and load balancers in front know no other path."""
 _OTHER = Route("other", Body.BY_TYPE, _PASSED_METHODS, is_inference=False)
 _INFERENCE = _OTHER._replace(is_inference=True)
 ADAPTERS = Route("adapters", Body.JSON, frozenset({"POST"}), ours=True)
@@ -77,6 +80,7 @@ _ROUTES = {
         "chat_completions", Body.JSON, _POST, flatten=chat_prompt, is_common=True, role_events=1
     ),
     "/v1/models": _MODELS,
+    HEALTH_PATH: HEALTH,
     "/v1/embeddings": Route("embeddings", Body.JSON, _POST),
     "/v1/responses": Route("responses", Body.BY_TYPE, _PASSED_METHODS, flatten=responses_prompt, skips_preamble=True),
     "/v1/messages": Route("messages", Body.BY_TYPE, _PASSED_METHODS, flatten=messages_prompt, skips_preamble=True),
