@@ -24,8 +24,8 @@ from benchmarks.overhead.process import StartError
 from benchmarks.routing_real import trial
 from benchmarks.routing_real.cells import CELLS
 from benchmarks.routing_real.pages import Stored, page
-from benchmarks.routing_real.results import Row, read, row_of
-from benchmarks.routing_real.servers import SERVERS, environment, fleet
+from benchmarks.routing_real.results import Row, read, rejected, row_of
+from benchmarks.routing_real.servers import SERVERS, environment, fleet, prefer
 from benchmarks.routing_real.trial import ATTEMPTS, Task
 from lbproxy import __version__
 from tests.real.environment import Unavailable
@@ -46,7 +46,9 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--cells", nargs="+", metavar="NAME", choices=CELLS, help=f"of {', '.join(CELLS)}")
     parser.add_argument("--routers", nargs="+", metavar="WORD", help="only those with one of these in their names")
     parser.add_argument("--rounds", type=int, metavar="N", default=ROUNDS)
-    parser.add_argument("--minutes", type=float, metavar="M", help="begin no run after so long; --resume goes on")
+    parser.add_argument(
+        "--minutes", type=float, metavar="M", help="begin no run after so long; the page has the complete rounds"
+    )
     parser.add_argument("--resume", action="store_true", help="keep what earlier runs have measured")
     parser.add_argument("--render", action="store_true", help="measure nothing: the page, of the results' file")
     parser.add_argument("--keep", metavar="FOLDER", help="each router's settings and output; writes no page")
@@ -55,19 +57,21 @@ def options() -> argparse.ArgumentParser:
 
 def measure(tasks: Sequence[Task], args: argparse.Namespace, store: Path) -> list[str]:
     """Do the runs that are missing, and keep them; what failed."""
-    done = {(row["cell"], row["seed"], row["router"]) for row in read(store) if row["rejected"] is None}
+    done = {(row["cell"], row["seed"], row["router"]) for row in read(store) if rejected(row) is None}
     missing = [task for task in tasks if (task.cell, task.seed, task.router) not in done]
     if not missing:
         return []
     end = time.monotonic() + 60 * args.minutes if args.minutes else float("inf")
-    failed = []
+    failed: list[str] = []
+    prefer(os.getpid())  # and the client with it
     with fleet(environment(print)) as servers:
         for number, task in enumerate(missing, 1):
             print(f"{number}/{len(missing)} {task.cell}, round {task.seed}, {task.router}", flush=True)
             for attempt in range(1, ATTEMPTS + 1):
                 if time.monotonic() > end:
-                    raise SystemExit("out of time; --resume goes on from here")
-                folder = Path(args.keep, f"{task.cell}-{task.seed}-{task.router}-{attempt}") if args.keep else None
+                    print("out of time; --resume goes on from here", flush=True)
+                    return failed
+                folder = kept(args.keep, task, attempt) if args.keep else None
                 if folder:
                     folder.mkdir(parents=True)
                 try:
@@ -78,11 +82,16 @@ def measure(tasks: Sequence[Task], args: argparse.Namespace, store: Path) -> lis
                     break
                 keep(store, row)  # type: ignore[arg-type]
                 print(f"  {_line(row)}", flush=True)
-                if row["rejected"] is None:
+                if rejected(row) is None:
                     break
                 if attempt == ATTEMPTS:
-                    failed.append(f"{task.router}, {task.cell}, round {task.seed}: rejected, {row['rejected']}")
+                    failed.append(f"{task.router}, {task.cell}, round {task.seed}: rejected, {rejected(row)}")
     return failed
+
+
+def kept(place: str, task: Task, attempt: int) -> Path:
+    """A folder of a run; nginx takes no spaces in paths."""
+    return Path(place, f"{task.cell}-{task.seed}-{task.router}-{attempt}".replace(" ", "-")).absolute()
 
 
 def _line(row: Row) -> str:
@@ -91,8 +100,9 @@ def _line(row: Row) -> str:
     text += f"hits {figures['hit_ratio']:.3f} {row['finished']}, {figures['requests']:.0f} requests, "
     text += f"failed {sum(row['failures'].values())}, servers {row['servers_cpu_s'] / SERVERS / row['seconds']:.0%}, "
     text += f"router {row['router_cpu_s'] / row['seconds']:.1%}, client {row['client_cpu_s'] / row['seconds']:.1%}, "
+    text += f"waited {row['servers_waited_s'] / row['seconds']:.2f}, "
     text += f"others {row['others_cpu_s'] / row['seconds']:.2f} cores, lag {1000 * row['client_lag_s']:.0f} ms"
-    return text + (f": rejected, {row['rejected']}" if row["rejected"] else "")
+    return text + (f": rejected, {why}" if (why := rejected(row)) else "")
 
 
 def prepare() -> None:

@@ -58,23 +58,23 @@ class Cell:
 
 
 AGENTS = Kind(
-    users=5, heads=1, head_tokens=1200, turn_tokens=180, answer_tokens=16, turns=12, max_context=3600, think_s=1.0
+    users=4, heads=1, head_tokens=1200, turn_tokens=180, answer_tokens=16, turns=12, max_context=3600, think_s=1.2
 )
-CHAT = Kind(users=8, heads=6, head_tokens=900, turn_tokens=50, answer_tokens=24, turns=6, max_context=2400, think_s=5.0)
-ONE_OFF = Kind(users=2, turn_tokens=500, answer_tokens=16, turns=1, max_context=2400, think_s=4.0)
+CHAT = Kind(users=7, heads=6, head_tokens=900, turn_tokens=50, answer_tokens=24, turns=6, max_context=2400, think_s=5.0)
+ONE_OFF = Kind(users=1, turn_tokens=500, answer_tokens=16, turns=1, max_context=2400, think_s=4.0)
 CELLS: dict[str, Cell] = {
     "mixed": Cell(
         "agents with a growing context, chat in six apps with a system prompt each, and prompts that come once",
         {"agents": AGENTS, "chat": CHAT, "one-off": ONE_OFF},
-        warm_up_s=10,
-        duration_s=40,
+        warm_up_s=8,
+        duration_s=34,
     ),
     "system prompts": Cell(
-        "users of many apps: twenty system prompts, more than one cache holds, and short questions",
+        "users of many apps: sixteen system prompts, more than one cache holds, and short questions",
         {
             "apps": Kind(
-                users=20,
-                heads=20,
+                users=16,
+                heads=16,
                 head_tokens=1400,
                 turn_tokens=60,
                 answer_tokens=20,
@@ -83,8 +83,8 @@ CELLS: dict[str, Cell] = {
                 think_s=4,
             )
         },
-        warm_up_s=10,
-        duration_s=40,
+        warm_up_s=8,
+        duration_s=34,
     ),
 }
 

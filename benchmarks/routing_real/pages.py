@@ -10,9 +10,8 @@ from typing import TypedDict
 from benchmarks.http_routing.pages import table
 from benchmarks.http_routing.routers import OURS
 from benchmarks.routing_real.cells import CELLS
-from benchmarks.routing_real.results import Row, believed, comparable
+from benchmarks.routing_real.results import MAX_WAITING, Row, believed, comparable
 from benchmarks.routing_real.servers import BLOCK_TOKENS, BLOCKS, SERVERS, SLOTS, STEP_TOKENS
-from benchmarks.routing_real.trial import MAX_OTHERS
 from lbproxy.sim.figures.report import RESAMPLES, Estimate, percentile
 
 METHOD = """\
@@ -27,9 +26,9 @@ is left out. A figure is the median of the rounds, with a 95 % bootstrap interva
 
 **Two cores run everything**: one server and the router on the first, the other server and the client on the second. The
 servers used {least:.0%} to {most:.0%} of them. What a router uses is taken from the servers, and so is what the servers
-use for the metrics that it reads; where engines compute on GPUs it is not. Runs beside which other work used more than
-{others:g} cores were done again. Of two servers a random choice finds the right one every second time; in a larger
-fleet, less often.
+use for the metrics that it reads; where engines compute on GPUs it is not. All of them run before other work on the
+machine; runs in which more than {waiting:g} of the servers' threads waited for a core on average were done again. Of
+two servers a random choice finds the right one every second time; in a larger fleet, less often.
 """
 Figure = Callable[[Row], float]
 JUDGED: dict[str, tuple[str, int]] = {
@@ -127,7 +126,7 @@ def about(stored: Stored) -> list[str]:
             step=STEP_TOKENS,
             least=busy[0],
             most=busy[-1],
-            others=MAX_OTHERS,
+            waiting=MAX_WAITING,
         ),
         *(f"- {line}" for line in stored["versions"]),
     ]

@@ -17,6 +17,9 @@ from lbproxy.sim.figures.report import by_phase, summarise
 from lbproxy.sim.workloads.prompts import Piece
 from lbproxy.sim.workloads.workload import Arrival, Job
 
+MAX_WAITING = 50.0
+"""Threads of the servers, on average, that are ready to run and do not, since something else runs."""
+
 
 class Row(TypedDict):
     """A run's figures. What the warm-up asked is in none of them but CPU and seconds."""
@@ -24,8 +27,6 @@ class Row(TypedDict):
     cell: str
     seed: int
     router: str
-    rejected: str | None
-    """Why it is not believed."""
     digest: str
     """Of the first requests, which do not depend on responses."""
     summary: dict[str, float]
@@ -42,6 +43,7 @@ class Row(TypedDict):
     client_lag_s: float
     router_cpu_s: float
     servers_cpu_s: float
+    servers_waited_s: float
     client_cpu_s: float
     others_cpu_s: float
     seconds: float
@@ -62,7 +64,6 @@ def row_of(trial: Trial) -> Row:
         cell=task.cell,
         seed=task.seed,
         router=task.router,
-        rejected=trial.rejected,
         digest=answer["digest"],
         summary=asdict(replace(summarise(done, len(end)), hit_ratio=share(begin, end))),
         kinds={kind: asdict(one) for kind, one in by_phase(done, len(end)).items()},
@@ -73,10 +74,17 @@ def row_of(trial: Trial) -> Row:
         client_lag_s=answer["client_lag_s"],
         router_cpu_s=trial.router_cpu_s,
         servers_cpu_s=trial.servers_cpu_s,
+        servers_waited_s=trial.servers_waited_s,
         client_cpu_s=answer["client_cpu_s"],
         others_cpu_s=trial.others_cpu_s,
         seconds=trial.seconds,
     )
+
+
+def rejected(row: Row) -> str | None:
+    """Why a run is not believed; None: it is."""
+    waited = row["servers_waited_s"] / row["seconds"]
+    return f"{waited:.2f} threads of the servers waited for a core" if waited > MAX_WAITING else None
 
 
 def arrivals(answer: Answer, cell: Cell) -> list[Arrival]:
@@ -96,7 +104,7 @@ def believed(rows: Sequence[Row]) -> dict[str, dict[str, dict[int, Row]]]:
     """The last run of each that was not rejected: by cell, by router, by seed."""
     found: dict[str, dict[str, dict[int, Row]]] = {}
     for row in rows:
-        if row["rejected"] is None:
+        if rejected(row) is None:
             found.setdefault(row["cell"], {}).setdefault(row["router"], {})[row["seed"]] = row
     return found
 

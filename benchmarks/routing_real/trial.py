@@ -1,8 +1,8 @@
-"""One run: emptied caches, one router, one replay; and whether it can be believed. Also: which run follows which.
+"""One run: emptied caches, one router, one replay. Also: which run follows which.
 
 The servers stay; each has a core, which it shares with the router or with the client: there are but two. The router is
-started for each run and gets small requests until each server has answered one. A run is believed if what else ran on
-the machine used little of it; one that is not is done again, at most `ATTEMPTS` times in all.
+started for each run and gets small requests until each server has answered one. Whether a run can be
+believed is said by `results.rejected`; one that cannot is done again, at most `ATTEMPTS` times in all.
 """
 
 from __future__ import annotations
@@ -16,17 +16,15 @@ from pathlib import Path
 
 from benchmarks.http_routing.client import Answer, Request
 from benchmarks.http_routing.routers import Router, routers
-from benchmarks.http_routing.trial import TrialError, ask_client, get_ready
+from benchmarks.http_routing.trial import TrialError, ask_client, get_ready, waited_s
 from benchmarks.overhead.load import BENCH
 from benchmarks.overhead.process import Proxy, busy_s
-from benchmarks.routing_real.servers import empty, usage
+from benchmarks.routing_real.servers import empty, prefer, usage
 from tests.real.servers import LlmServer
 
 CLIENT = "benchmarks.routing_real.client"
 ROUTERS = ("lbproxy", "nginx least_conn", "vllm-router", "sglang-router", "smg")
 """Of `http_routing.routers`: each project's program at its defaults."""
-MAX_OTHERS = 0.1
-"""Cores that other work may use."""
 ATTEMPTS = 3
 
 
@@ -48,15 +46,11 @@ class Trial:
     answer: Answer
     router_cpu_s: float
     servers_cpu_s: float
+    servers_waited_s: float
+    """Their threads, all together: ready to run, but not running."""
     others_cpu_s: float
     """What else ran on the machine."""
     seconds: float
-
-    @property
-    def rejected(self) -> str | None:
-        """Why it is not believed; None: it is."""
-        others = self.others_cpu_s / self.seconds
-        return f"other work used {others:.2f} cores" if others > MAX_OTHERS else None
 
 
 def order(cells: Sequence[str], seeds: int, names: Sequence[str]) -> list[Task]:
@@ -87,6 +81,7 @@ def run(task: Task, servers: list[LlmServer], folder: Path | None = None) -> Tri
         tempfile.TemporaryDirectory(dir=BENCH) as name,
         router.subject.start(0, (folder or Path(name)) / "router") as proxy,
     ):
+        prefer(proxy.process.pid)
         get_ready(proxy, ports)
         for server in servers:
             empty(server)
@@ -97,7 +92,7 @@ def run(task: Task, servers: list[LlmServer], folder: Path | None = None) -> Tri
 def _replay(task: Task, request: Request, proxy: Proxy, servers: list[LlmServer]) -> Trial:
     of_router, of_servers = proxy.usage(), usage(servers)
     begin, busy = time.monotonic(), busy_s()
-    router_cpu_s, servers_cpu_s = of_router.cpu_s(), of_servers.cpu_s()
+    router_cpu_s, servers_cpu_s, servers_waited_s = of_router.cpu_s(), of_servers.cpu_s(), waited_s(of_servers.pids)
     answer = ask_client(CLIENT, request)
     if proxy.process.poll() is not None:
         raise TrialError(f"the router ended: {proxy.last_words()}")
@@ -107,6 +102,7 @@ def _replay(task: Task, request: Request, proxy: Proxy, servers: list[LlmServer]
         answer=answer,
         router_cpu_s=router_cpu_s,
         servers_cpu_s=servers_cpu_s,
+        servers_waited_s=waited_s(of_servers.pids) - servers_waited_s,
         others_cpu_s=busy_s() - busy - router_cpu_s - servers_cpu_s - answer["client_cpu_s"],
         seconds=time.monotonic() - begin,
     )

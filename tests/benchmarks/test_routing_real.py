@@ -6,7 +6,7 @@ What it measures is not looked at here: that takes real servers and a quiet mach
 from __future__ import annotations
 
 import random
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,8 +19,8 @@ from benchmarks.http_routing.results import keep
 from benchmarks.routing_real.cells import CELLS, MAX_ANSWER, Cell, Kind, Recorded, chat_body, kind_of
 from benchmarks.routing_real.client import RecordedClient
 from benchmarks.routing_real.pages import Stored, medians, page, ratio
-from benchmarks.routing_real.results import Row, believed, comparable, read, row_of
-from benchmarks.routing_real.trial import MAX_OTHERS, ROUTERS, Task, Trial, chosen, order
+from benchmarks.routing_real.results import MAX_WAITING, Row, believed, comparable, read, rejected, row_of
+from benchmarks.routing_real.trial import ROUTERS, Task, Trial, chosen, order
 from lbproxy.sim.figures.report import summarise
 from lbproxy.sim.mock.http import MockOptions, MockServer
 from lbproxy.sim.workloads.prompts import size
@@ -126,9 +126,8 @@ def test_a_replay_before_simulated_servers(monkeypatch: pytest.MonkeyPatch) -> N
             return await RecordedClient(request, http).run()
 
     answer = run(replay(), timeout_s=30)
-    row = row_of(Trial(Task("short", 1, "lbproxy"), answer, 0.1, 1.0, 0.0, 10.0))
+    row = row_of(Trial(Task("short", 1, "lbproxy"), answer, 0.1, 1.0, 0.1, 0.0, 10.0))
     assert row["failures"] == {}
-    assert row["rejected"] is None
     assert row["summary"]["requests"] == sum(one["requests"] for one in row["kinds"].values()) > 0
     assert row["kinds"]["agents"]["hit_ratio"] > 0.5 > row["kinds"]["one-off"]["hit_ratio"]
     assert 0 < row["summary"]["hit_ratio"] < 1
@@ -148,7 +147,6 @@ def row(router: str, seed: int, ttft: float, hits: float = 0.5, **more: object) 
         cell="mixed",
         seed=seed,
         router=router,
-        rejected=None,
         digest="d",
         summary=summary,
         kinds=dict.fromkeys(CELLS["mixed"].kinds, summary),
@@ -159,6 +157,7 @@ def row(router: str, seed: int, ttft: float, hits: float = 0.5, **more: object) 
         client_lag_s=0.002,
         router_cpu_s=0.2,
         servers_cpu_s=40.0,
+        servers_waited_s=4.0,
         client_cpu_s=0.3,
         others_cpu_s=0.1,
         seconds=40.0,
@@ -168,11 +167,9 @@ def row(router: str, seed: int, ttft: float, hits: float = 0.5, **more: object) 
 
 
 def test_runs_beside_other_work_are_not_believed(tmp_path: Path) -> None:
-    idle = Trial(Task("mixed", 1, "smg"), Answer(), 0.0, 0.0, 0.0, 10.0)  # type: ignore[typeddict-item]
-    assert idle.rejected is None
-    assert replace(idle, others_cpu_s=10 * MAX_OTHERS + 1).rejected is not None
-    rows = [row("smg", 1, 1.0), row("smg", 1, 9.0, rejected="other work"), row("smg", 1, 2.0)]
-    for one in rows:
+    disturbed = row("smg", 1, 9.0, servers_waited_s=40.0 * MAX_WAITING + 1)
+    assert rejected(disturbed) is not None
+    for one in (row("smg", 1, 1.0), row("smg", 1, 2.0), disturbed):
         keep(tmp_path / "rows", one)  # type: ignore[arg-type]
     assert believed(read(tmp_path / "rows"))["mixed"]["smg"][1]["summary"]["ttft_mean"] == 2.0
 
