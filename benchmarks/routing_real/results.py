@@ -12,13 +12,14 @@ import orjson
 from benchmarks.http_routing.client import Answer
 from benchmarks.http_routing.results import served, share
 from benchmarks.routing_real.cells import CELLS, Cell, kind_of
-from benchmarks.routing_real.trial import Trial
+from benchmarks.routing_real.trial import ROUTERS, Trial
 from lbproxy.sim.figures.report import by_phase, summarise
 from lbproxy.sim.workloads.prompts import Piece
 from lbproxy.sim.workloads.workload import Arrival, Job
 
-MAX_WAITING = 50.0
-"""Threads of the servers, on average, that are ready to run and do not, since something else runs."""
+MAX_WAITING = 3.0
+"""Threads of the servers, on average, that are ready to run and do not, since something else runs. Two servers, each with
+three processes on one core, have one to two such threads of their own doing."""
 
 
 class Row(TypedDict):
@@ -113,4 +114,4 @@ def comparable(runs: Mapping[str, Mapping[int, Row]]) -> dict[str, list[Row]]:
     """The runs of a cell in the order of seeds, of the seeds that every router has and was asked the same in."""
     seeds = set.intersection(*(set(of_router) for of_router in runs.values()))
     same = sorted(seed for seed in seeds if len({of_router[seed]["digest"] for of_router in runs.values()}) == 1)
-    return {router: [of_router[seed] for seed in same] for router, of_router in runs.items()}
+    return {router: [runs[router][seed] for seed in same] for router in ROUTERS if router in runs}
