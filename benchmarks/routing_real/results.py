@@ -18,7 +18,7 @@ from lbproxy.sim.workloads.prompts import Piece
 from lbproxy.sim.workloads.workload import Arrival, Job
 
 MAX_WAITING = 3.0
-"""Threads of the servers, on average, that are ready to run and do not, since something else runs. Two servers, each with
+"""Threads of the servers, on average, that are ready to run and do not, as something else runs. Two servers, each with
 three processes on one core, have one to two such threads of their own doing."""
 
 
