@@ -9,7 +9,7 @@ BUILT := build/compiled
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .PHONY: run test test-tools chaos soak test-real test-clients test-loadgens check format lint types lock clean compiled bench-dashboard bench-overhead profile bench-routing \
-        bench-routing-http recording night wheels wheels-check wheels-test image-test sbom
+        bench-routing-http bench-routing-real recording night wheels wheels-check wheels-test image-test sbom
 
 run: $(VENV)/.run
 	$(BIN)/lbproxy demo
@@ -116,6 +116,10 @@ bench-routing: $(VENV)/.run
 # At most ten minutes; docs/benchmarks.md has the full form. MOONCAKE=path/to/conversation_trace.jsonl, or a stand-in.
 bench-routing-http: $(VENV)/.dev $(BENCH)/venv/.peers $(BENCH)/litellm/.peer
 	$(BIN)/python -m benchmarks.http_routing --short $(if $(MOONCAKE),--mooncake $(MOONCAKE))
+
+# Before real vLLM servers on CPU (.real, as for test-real), on an otherwise idle machine: 45 minutes. RESUME=1 goes on.
+bench-routing-real: $(BUILT)/.made $(BENCH)/venv/.peers
+	cd $(BUILT) && ../../$(BIN)/python -m benchmarks.routing_real $(if $(RESUME),--resume)
 
 profile: $(VENV)/.run $(BENCH)/venv/.peers
 	$(BIN)/python -m benchmarks.overhead --profile

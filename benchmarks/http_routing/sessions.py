@@ -16,7 +16,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import aiohttp
 import orjson
@@ -58,16 +60,33 @@ def workload_of(cell: str, seed: int, *, short: bool) -> Workload:
     return make_workload("coding-agents", CELLS[cell].named(short=short), seed=seed)
 
 
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """A closed loop."""
+
+    api: Api
+    workload: Callable[[], Workload]
+    """Each time the same, from its begin."""
+    warm_up_s: float
+
+
+def loop_of(request: Request) -> Loop:
+    """That of a cell of agents."""
+    cell = CELLS[request["cell"]]
+    assert cell.api is not None
+    workload = partial(workload_of, request["cell"], request["seed"], short=request["short"])
+    return Loop(APIS[cell.api], workload, cell.named(short=request["short"])["warm_up_s"])
+
+
 class SessionClient(Client):
     """One run of a closed loop. `phases` of its Answer are two: what counts not, and what counts."""
 
-    def __init__(self, request: Request, http: aiohttp.ClientSession) -> None:
-        """`http`: for the servers' metrics."""
-        cell = CELLS[request["cell"]]
-        assert cell.api is not None
-        super().__init__(request, http, APIS[cell.api])
-        self._workload = workload_of(request["cell"], request["seed"], short=request["short"])
-        self._warm_up_s = cell.named(short=request["short"])["warm_up_s"]
+    def __init__(self, request: Request, http: aiohttp.ClientSession, loop: Loop | None = None) -> None:
+        """`http`: for the servers' metrics. `loop`: by default that of the cell."""
+        self._loop = loop or loop_of(request)
+        super().__init__(request, http, self._loop.api)
+        self._workload = self._loop.workload()
+        self._warm_up_s = self._loop.warm_up_s
         self._said: dict[int, str] = {}
         """By the id of a response's piece: what the server said."""
         self._stored: dict[str, Stored] = {}
@@ -153,8 +172,7 @@ class SessionClient(Client):
 
     def _digest(self) -> str:
         """Of the first requests, which do not depend on any response."""
-        again = workload_of(self._request["cell"], self._request["seed"], short=self._request["short"])
-        return digest([again.begin(0.0) or ()])
+        return digest([self._loop.workload().begin(0.0) or ()])
 
 
 def _conversation(job: Job) -> str:

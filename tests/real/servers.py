@@ -85,6 +85,12 @@ class Daemon:
             )
 
     @property
+    def pid(self) -> int:
+        """Of its first process, which leads a session of all. Only once it was started."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 

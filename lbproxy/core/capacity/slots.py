@@ -241,7 +241,7 @@ class Slots:
                 if self.limited_by_space:
                     self._space_until = until + SPACE_S
             self._step = 1.0
-        elif waiting < 1.0 and running is not None and running >= self.limit - 1.0:
+        elif waiting < 1.0 and running is not None and running >= self.limit:
             self.limit = max(self.limit, running) + self._step
             self._step = min(MAX_STEP, 2.0 * self._step)
         else:

@@ -65,6 +65,19 @@ def test_a_limit_grows_while_it_is_used_and_nothing_waits() -> None:
     assert slots.limit == 30.0
 
 
+def test_the_end_of_a_burst_shows_one_further_slot_at_most() -> None:
+    """The last requests of a burst run without any that wait, in an engine that runs no more at once. The next burst
+    would have it queue as many more as were learned there.
+    """
+    slots = Slots()
+    slots.finished(3.0)
+    report(slots, 3.0, 4.0)
+    for running in (4.0, 4.0, 4.0, 4.0, 3.0, 1.0, 0.0):
+        report(slots, 0.0, running)
+    assert slots.limit == 5.0
+    assert slots.is_full(7, 1.0)
+
+
 def test_late_first_bytes_show_it_where_nothing_is_reported() -> None:
     slots = Slots()
     slots.first_byte_late(8.0, 10.0, 1.0, 1.0)
