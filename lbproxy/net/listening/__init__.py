@@ -3,5 +3,5 @@
 `listener` accepts, `bind` opens, `inherit` passes sockets on, `certificate` is TLS for clients, `notify` reports to
 systemd.
 
-Imported by: `app`, `control`, `data_plane`, `processes`, `proxy`. Never: what is sent on a connection.
+Imported by: `app`, `cli`, `control`, `data_plane`, `processes`, `proxy`. Never: what is sent on a connection.
 """

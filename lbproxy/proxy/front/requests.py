@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import secrets
 from collections.abc import Callable
-from typing import Final
 
 from lbproxy.config.tree import Settings
 from lbproxy.core.observed.record import MAX_PATH_CHARS, RequestRecord
@@ -49,10 +48,7 @@ class Requests(Front):
         """Called when the last running request ended; None: nobody waits for that."""
         self._runtime = runtime
         self._rng = rng
-        self._id_prefix = secrets.token_hex(6)
-        self._id_block = f"{self._id_prefix}-"
-        """What the ids of up to 256 requests begin with."""
-        self._ids = 0
+        self._ids = _Ids()
         self.reconfigure(settings, exchanger)
 
     def reconfigure(self, settings: Settings, exchanger: Exchanger) -> None:
@@ -61,7 +57,7 @@ class Requests(Front):
         self.reading = Reading(settings, self._runtime)
         self.cors: Cors | None = Cors(settings.cors.origins) if settings.cors.origins else None
         """None = the settings allow no origins."""
-        self.forwarding = Forwarding(settings.forwarded, settings.trusted_proxies, self._id_prefix)
+        self.forwarding = Forwarding(settings.forwarded, settings.trusted_proxies, self._ids.prefix)
 
     # A request
 
@@ -157,24 +153,36 @@ class Requests(Front):
 
     def new_record(self, method: str, path: str, client: ClientConnection) -> RequestRecord:
         """A record that begins now, with a new id."""
-        return RequestRecord(self._new_id(), method, path, client.address, self._runtime.now())
+        return RequestRecord(self._ids.new(), method, path, client.address, self._runtime.now())
 
     def unread_response(self, error: LbError) -> bytes:
         """The response to a connection on which nothing was read."""
-        record = RequestRecord(self._new_id(), "", "", "", self._runtime.now())
+        record = RequestRecord(self._ids.new(), "", "", "", self._runtime.now())
         return error_response(error, record, keep_alive=False, rng=self._rng, more=self.cors_without_head())
 
     def cors_without_head(self) -> str:
         """Field lines for a response without a request head, so without a known origin."""
         return "" if self.cors is None else self.cors.for_others
 
-    def _new_id(self) -> str:
-        self._ids += 1
-        last = self._ids & 0xFF
+
+class _Ids:
+    """Ids of requests: a prefix that is unique, and a number. To format a number takes ten times as long as to put two
+    texts together.
+    """
+
+    __slots__ = ("_block", "_count", "_digits", "prefix")
+
+    def __init__(self) -> None:
+        self.prefix = secrets.token_hex(6)
+        self._block = f"{self.prefix}-"
+        """What the ids of up to 256 requests begin with."""
+        self._count = 0
+        self._digits = [f"{n:02x}" for n in range(256)]
+
+    def new(self) -> str:
+        """One that there was not yet."""
+        self._count += 1
+        last = self._count & 0xFF
         if not last:
-            self._id_block = f"{self._id_prefix}-{self._ids >> 8:x}"
-        return self._id_block + _LAST_DIGITS[last]
-
-
-_LAST_DIGITS: Final = tuple(f"{n:02x}" for n in range(256))
-"""Of ids: to format a number takes ten times as long as to put two texts together."""
+            self._block = f"{self.prefix}-{self._count >> 8:x}"
+        return self._block + self._digits[last]
