@@ -119,7 +119,8 @@ class EndpointSettings(ShortSection):
     tokens_per_minute: Limit = None
     """Tokens of prompts and responses, likewise. null = no limit."""
     tokens_per_day: Annotated[int, count("1", "1000000000000")] | None = None
-    """Tokens of prompts and responses in any 24 hours, since lbproxy was started. null = no limit."""
+    """Tokens of prompts and responses in any 24 hours. With `state.file` also those before a restart of lbproxy.
+    null = no limit."""
     weight: Annotated[float, Quantity("0.001", "100000", "a number", whole=False)] = 1.0
     """Its capacity relative to the others: for least-request, p2c and random. adaptive and min-ttft use it as the speed
     until they have measured the speed; other policies ignore it."""
