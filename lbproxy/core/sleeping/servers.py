@@ -158,6 +158,9 @@ class Servers:
             server.occupies = True
         elif after is Phase.ASLEEP and event is not Event.WAKE_FAILED:
             server.occupies = False
+        if after is Phase.AWAKE:
+            for state in server.states:
+                state.woken_at = now
         if after is Phase.AWAKE and before is Phase.WAKING:
             server.wakes.add(lasted_s)
             server.succeeded()

@@ -350,7 +350,7 @@ class Sleepers:
         """How a request ends that would wait for a wake, as that takes too long; None: it waits."""
         wait_s = self.wakes_in_s(ticket, now)
         deadline = ticket.request.deadline
-        ticket.best_wait_s = wait_s or 0.0
+        ticket.wakes_in_s, ticket.best_wait_s = wait_s, wait_s or 0.0
         late = wait_s is not None and deadline is not None and now + wait_s > deadline
         if wait_s is None or not (late or now + wait_s > ticket.expires_at):
             self.waited += 1

@@ -8,7 +8,8 @@ import pytest
 
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints.endpoint import ColdStart, EndpointSpec, SleepSpec
-from lbproxy.core.queue.ticket import TicketState
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.saved.lines import encode, read_lines
 from lbproxy.core.saved.pieces import MAX_WAKE_S, Durations
@@ -52,6 +53,38 @@ def test_the_first_wake_after_a_restart_is_predicted(policy: str) -> None:
     patient.balancer.restore(saved, age_s=60.0, now=0.0)
     ticket = patient.ask("m0", now=1.0)
     assert (ticket.state, ticket.best_wait_s) == (TicketState.WAITING, 20.0)
+
+
+def noted(ticket: Ticket) -> tuple[float | None, float | None]:
+    """How long the wake was predicted to take and took, as a request's record has it."""
+    record = RequestRecord("r", "POST", "/v1/completions", "127.0.0.1", 1.0)
+    record.note_wait(ticket)
+    if ticket.placed_on is not None:
+        record.note_placed(ticket)
+    return record.wake_predicted_s, record.wake_took_s
+
+
+def test_a_record_has_what_was_predicted_and_what_it_took() -> None:
+    fleet = woken(3.0)
+    ticket = fleet.ask("m0", now=1000.0)
+    assert noted(ticket) == (3.0, None), "it waits"
+    assert fleet.orders(1001.0) == [("wake", 0)]
+    fleet.end(0, Task.WAKE, now=1006.5)
+    assert fleet.balancer.poll(now=1007.0) == [ticket]
+    assert noted(ticket) == (3.0, 6.5), "the wake, not what the request waited after it"
+    fleet.close(ticket, now=1008.0)
+    at_once = fleet.ask("m0", now=1009.0)
+    assert noted(at_once) == (None, None)
+
+
+def test_a_wake_of_which_nothing_is_known_and_one_that_failed() -> None:
+    fleet = Fleet("m0", asleep=[0], timeout=20.0)
+    ticket = fleet.ask("m0", now=1.0)
+    fleet.orders(1.0)
+    fleet.end(0, Task.WAKE, "it is broken", now=2.0)
+    assert fleet.balancer.poll(now=30.0) == [ticket]
+    assert ticket.outcome is Outcome.EXPIRED
+    assert noted(ticket) == (None, None)
 
 
 def test_times_before_a_restart_and_since_count_alike() -> None:
