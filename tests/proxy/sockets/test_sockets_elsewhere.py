@@ -17,6 +17,10 @@ from tests.support.sockets import CLOSE, TEXT, after_switch, close, frame, raw_s
 
 ITS = "tier: 2, model: its-m, models: [m], health: null, metrics: null, api_key: sk-provider"
 KEY = "0123456789abcdef"
+PRIVATE_KEY = (
+    f"auth: {{keys: [{{name: private, key: {KEY}}}]}}\n"
+    "flows: {header: true, named: {private: {max_tier: 1}, public: {max_tier: 9}}}\n"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +75,8 @@ def only(endpoint: ScriptedEndpoint) -> Received:
 def test_a_socket_that_overflows_is_what_the_provider_expects(path: str, asked: str, expected: str) -> None:
     fields = (
         "Authorization: Bearer client-key\r\nCookie: session=1\r\nX-Forwarded-For: 10.0.0.1\r\n"
-        "Forwarded: for=10.0.0.1\r\nX-Real-IP: 10.0.0.1\r\nx-api-key: client-key\r\nx-lbproxy-session: s\r\nOpenAI-Beta: realtime=v1\r\n"
+        "Forwarded: for=10.0.0.1\r\nX-Real-IP: 10.0.0.1\r\nx-api-key: client-key\r\nx-lbproxy-session: s\r\n"
+        "OpenAI-Beta: realtime=v1\r\n"
         "Sec-WebSocket-Protocol: realtime, openai-insecure-api-key.client-key\r\n"
     )
 
@@ -103,8 +108,7 @@ def test_a_socket_that_may_not_leave_is_refused_instead(bound: str) -> None:
         "header": ("", "x-lbproxy-tier: 1\r\n"),
         "flow": ("flows: {default: {max_tier: 1}}\n", "x-lbproxy-tier: 9\r\n"),
         "key": (
-            f"auth: {{keys: [{{name: private, key: {KEY}}}]}}\n"
-            "flows: {header: true, named: {private: {max_tier: 1}, public: {max_tier: 9}}}\n",
+            PRIVATE_KEY,
             f"Authorization: Bearer {KEY}\r\nx-lbproxy-flow: public\r\nx-lbproxy-tier: 9\r\n",
         ),
     }[bound]
