@@ -22,6 +22,7 @@ from lbproxy.config.values import (
     Ranks,
     Timeout,
     check_model_name,
+    check_token,
     count,
     duration,
     expected,
@@ -307,9 +308,7 @@ class EndpointSettings(ShortSection):
     @field_validator("api_key", mode="after")
     @classmethod
     def _check_key(cls, value: SecretStr | None) -> SecretStr | None:
-        if value is not None and not re.fullmatch(r"[!-~]{1,1024}", value.get_secret_value()):
-            raise expected("1 to 1024 printable ASCII characters without spaces")
-        return value
+        return value if value is None else check_token(value)
 
     @field_validator("proxy", mode="after")
     @classmethod

@@ -101,8 +101,8 @@ class RequestRecord:
         leg, first = ticket.request.leg, ticket.prefill
         self.endpoint = ticket.placed_state.endpoint.name
         _note_tier(self, ticket)
-        if ticket.wait is Wait.WAKING and ticket.placed_state.woken_at >= ticket.submitted_at:
-            self.wake_took_s = ticket.placed_state.woken_at - ticket.submitted_at
+        if ticket.wait is Wait.WAKING:
+            _note_wake(self, ticket)
         if leg != DECODE or first is not None:
             self.attempts += 1
             self.placed_at = ticket.placed_at
@@ -116,7 +116,7 @@ class RequestRecord:
         """Note that the ticket was not placed at once."""
         best = ticket.best
         self.wait, self.held_for, self.full_by = ticket.wait, None, None
-        self.wake_predicted_s, self.wake_took_s = ticket.wakes_in_s, None
+        _note_wake(self, ticket)
         if best is not None:
             self.held_for, self.full_by = best.endpoint.name, best.load.full_by(ticket.submitted_at)
 
@@ -154,3 +154,10 @@ class RequestRecord:
 def _note_tier(record: RequestRecord, ticket: Ticket) -> None:
     record.tier = ticket.placed_state.endpoint.tier
     record.overflow = None if ticket.overflow is None else ticket.overflow.value
+
+
+def _note_wake(record: RequestRecord, ticket: Ticket) -> None:
+    state, asked_at = ticket.placed_on, ticket.submitted_at
+    is_awake = state is not None and ticket.wait is Wait.WAKING and state.woken_at >= asked_at
+    record.wake_predicted_s = ticket.wakes_in_s
+    record.wake_took_s = state.woken_at - asked_at if is_awake and state is not None else None

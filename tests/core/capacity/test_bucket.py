@@ -97,3 +97,12 @@ def test_a_forged_level_blocks_for_ten_minutes_at_most() -> None:
     bucket = Bucket(60.0, 0.0)
     bucket.resume(1e15, 0.0)
     assert 0.0 < bucket.wait_s(1.0, 0.0) <= MAX_RESUMED_MINUTES * MINUTE_S
+
+
+def test_a_bucket_fills_evenly_and_holds_a_minutes_worth() -> None:
+    bucket = Bucket(60.0, 100.0)
+    bucket.take(60.0)
+    assert bucket.wait_s(1.0, 100.0) == 1.0
+    assert bucket.used(110.0) == pytest.approx(50.0)
+    assert bucket.used(1000.0) == 0.0
+    assert bucket.wait_s(61.0, 1000.0) == 0.0, "more than it holds waits for a full one"
