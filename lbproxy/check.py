@@ -162,6 +162,9 @@ def _keyless(settings: Settings) -> Iterator[str]:
 def _unkept(settings: Settings) -> Iterator[str]:
     """That what is learned will be lost."""
     file = settings.state.file
+    names = [one.name for one in settings.endpoints if one.tokens_per_day is not None]
+    if file is None and names:
+        yield f"{_some(names)}: tokens_per_day without state.file, so each restart of lbproxy begins a new day."
     problem = None if file is None else state_file.problem(file)
     if problem is not None:
         yield f"state.file: {file} cannot be written: {problem}. lbproxy will start as new each time."

@@ -265,6 +265,13 @@ def test_a_state_file_that_cannot_be_written() -> None:
     assert "state.file" not in checked({}, settings="state: {file: /tmp/state}")[1]
 
 
+def test_a_budget_that_a_restart_would_forget() -> None:
+    warning = "gpu-1: tokens_per_day without state.file, so each restart of lbproxy begins a new day."
+    assert warning in checked({}, ", tokens_per_day: 1000")[1]
+    assert "state.file" not in checked({}, ", tokens_per_day: 1000", settings="state: {file: /tmp/state}")[1]
+    assert "state.file" not in checked({}, ", tokens_per_minute: 1000")[1]
+
+
 # --- Replicas ---------------------------------------------------------------------------------------------------------
 
 

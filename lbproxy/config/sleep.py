@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import SecretStr, field_validator, model_validator
 
 from lbproxy.config.section import Section, ShortSection
-from lbproxy.config.values import count, duration, expected, read_origin
+from lbproxy.config.values import check_token, count, duration, expected, read_origin
 
 MAX_HOSTS = 1024
 HOST_NAME = re.compile(r"[A-Za-z0-9._:-]{1,64}")
@@ -38,9 +38,7 @@ class ColdStartSettings(ShortSection):
     @field_validator("token", mode="after")
     @classmethod
     def _check_token(cls, value: SecretStr | None) -> SecretStr | None:
-        if value is not None and not re.fullmatch(r"[!-~]{1,1024}", value.get_secret_value()):
-            raise expected("1 to 1024 printable ASCII characters without spaces")
-        return value
+        return value if value is None else check_token(value)
 
     @model_validator(mode="before")
     @classmethod

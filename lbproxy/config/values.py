@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Annotated, ClassVar, TypeAlias
 
-from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, SecretStr
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 
@@ -163,6 +163,13 @@ def check_model_name(name: str) -> str:
     if not 0 < len(name) <= MAX_MODEL_CHARS or not name.isprintable():
         raise expected(f"the name of a model: 1 to {MAX_MODEL_CHARS} printable characters")
     return name
+
+
+def check_token(value: SecretStr) -> SecretStr:
+    """What stands after `Authorization: Bearer`, if it can."""
+    if not re.fullmatch(r"[!-~]{1,1024}", value.get_secret_value()):
+        raise expected("1 to 1024 printable ASCII characters without spaces")
+    return value
 
 
 # --- Addresses --------------------------------------------------------------------------------------------------------

@@ -65,6 +65,7 @@ from lbproxy.core.requests.openai import ModelCard
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import DECODE, InferenceRequest, Usage
 from lbproxy.core.requests.retry import FailureKind, Retries, Verdict
+from lbproxy.core.restarts import Restarts
 from lbproxy.core.saved.pieces import Piece
 from lbproxy.core.saved.reading import Saved
 from lbproxy.core.saved.restoring import Restoring
@@ -93,11 +94,11 @@ class Balancer:
         """Which endpoints sleep. It has a driver of its own, which carries out its orders."""
         self.sleepers.reconfigure(settings.hosts)
         self._choice.wakes_in_s, self._choice.passed_by = self.sleepers.wakes_in_s, self.sleepers.passed_by
+        self._restarts = Restarts(self._endpoints, self.sleepers)
         self._overdue = Overdue(self._choice, self._dispatcher, self._queue)
         self._reconfigure_queue(settings.admission)
-        advice = Advice(settings.autoscaling.ttft, settings.autoscaling.window)
         parts = self._endpoints, self._flows, self._backpressure, self._choice, self._dispatcher
-        self._placing = Placing(*parts, advice)
+        self._placing = Placing(*parts, Advice(settings.autoscaling.ttft, settings.autoscaling.window))
         self._changed: list[Ticket] = []
         """Tickets that were closed because another ticket arrived; `poll` returns them."""
 
@@ -271,9 +272,7 @@ class Balancer:
         if self._changed or self._dispatcher.has_work:
             return -inf
         first = self._queue.first_deadline()
-        if first is None:
-            return None
-        return min(first, self._dispatcher.next_wake_at, self._overdue.next_at())
+        return None if first is None else min(first, self._dispatcher.next_wake_at, self._overdue.next_at())
 
     # Endpoints
 
@@ -282,6 +281,7 @@ class Balancer:
         self._dispatcher.wake_all()
         changes = self._endpoints.replace(specs, now=now)
         self.sleepers.follow(now)
+        self._restarts.follow(now)
         return changes
 
     def check(self, *, now: float) -> list[EndpointUid]:
@@ -398,10 +398,9 @@ class Balancer:
 
     def snapshot(self, *, now: float) -> PoolSnapshot:
         """A snapshot of the pool."""
-        flows = self._flows.snapshot(self._queue.by_flow())
+        flows, sleep = self._flows.snapshot(self._queue.by_flow()), self.sleepers.snapshot(now)
         transfer = None if self._pool is None else of_transfer(self._pool)
         endpoints, models = self._endpoints.snapshot(now=now), self._placing.advice.models
-        sleep = self.sleepers.snapshot(now)
         return PoolSnapshot(endpoints, len(self._queue), self._queue.bytes, flows, transfer, models, sleep)
 
     def learned(self, *, now: float) -> tuple[PoolLearned, dict[EndpointUid, EndpointLearned]] | None:
@@ -415,12 +414,12 @@ class Balancer:
         return of_queue(self._queue, self._queue.bytes, now=now)
 
     def save(self, *, saved_at: float, prefixes: bool, now: float) -> Iterator[Piece | None]:
-        """Export what was learned, in steps between which events may come. See `EndpointSet.save`."""
-        return self._endpoints.save(saved_at=saved_at, prefixes=prefixes, now=now)
+        """Export what is to survive, in steps between which events may come. See `Restarts`."""
+        return self._restarts.save(saved_at=saved_at, prefixes=prefixes, now=now)
 
     def restore(self, saved: Saved, *, age_s: float, now: float) -> Restoring | None:
-        """Start with what another Balancer saved; before the first request. See `EndpointSet.restore`."""
-        return self._endpoints.restore(saved, age_s=age_s, now=now)
+        """Start with what another Balancer saved; before the first request. See `Restarts`."""
+        return self._restarts.restore(saved, age_s=age_s, now=now)
 
     # Placing
 

@@ -16,6 +16,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from lbproxy.core.endpoints.health import Health
+from lbproxy.core.sleeping.phase import Phase
 from tests.support.aio import run, until
 from tests.support.compose import BASE, PROMETHEUS, project
 from tests.support.docs import DOCS, ROOT, cells, generated
@@ -123,6 +125,17 @@ def test_every_panel_asks_for_what_is_there(page: dict[str, set[str]]) -> None:
         said = asked(query)
         labels = said.grouped or set().union(*(known(page)[name] for name in said.metrics))
         assert set(re.findall(r"{{(\w+)}}", legend)) <= labels, f"{title}: {legend}"
+
+
+def test_the_panels_of_states_know_every_state() -> None:
+    """A state that is not asked for is a gap in the panel."""
+    for title, states in (("Health", Health), ("Sleep", Phase)):
+        (panel,) = [one for one in dashboard()["panels"] if one["title"] == title]
+        (query,) = [target["expr"] for target in panel["targets"]]
+        asked_for = re.findall(r'(\d) \* \(\w+{[^}]*state="(\w+)"} == 1\)', query)
+        assert {name for _, name in asked_for} == {one.value for one in states}
+        shown = panel["fieldConfig"]["defaults"]["mappings"][0]["options"]
+        assert {number: one["text"].replace(" ", "_") for number, one in shown.items()} == dict(asked_for)
 
 
 def test_what_is_not_there_is_found(page: dict[str, set[str]]) -> None:

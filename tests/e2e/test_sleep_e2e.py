@@ -6,6 +6,9 @@ The servers share a simulated GPU, which refuses a second one: `refused_wakes` c
 from __future__ import annotations
 
 import asyncio
+import re
+import subprocess
+import sys
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -104,6 +107,37 @@ def test_the_first_request_wakes_a_sleeping_model_and_fifty_wake_it_once(tmp_pat
             assert await it.metric("lbproxy_waited_for_wake_total") == 51
             decisions = (await it.get("/admin/decisions"))["decisions"]
             assert {one["waited_because"] for one in decisions} == {"waking"}
+
+    run(main())
+
+
+def test_a_wake_is_explained_while_a_request_waits_for_it_and_afterwards(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with fleet(tmp_path, options("m", wake_time=1.0)) as it, httpx.AsyncClient() as http:
+            await it.become("asleep")
+            await it.ask("m")
+            (first,) = (await it.get("/admin/decisions"))["decisions"]
+            waited = (await it.get(f"/admin/decisions/{first['id']}"))["waited"]
+            assert waited["wake"]["predicted_ms"] is None
+            assert waited["wake"]["took_ms"] >= 1000.0
+            assert "it was not known how long the wake takes, and it took" in waited["meaning"]
+            await http.post(f"{it.servers[0].url}/sleep")
+            await it.become("asleep")
+            named = {"x-request-id": "it-waits"}
+            waiting = asyncio.create_task(it.client.completions.create(model="m", prompt="x", extra_headers=named))
+            shown: dict[str, Any] = {}
+            while not shown.get("running"):
+                assert not waiting.done(), "it waits for a second"
+                shown = await it.get("/admin/decisions/it-waits")
+            assert shown["waited"]["wake"]["predicted_ms"] >= 1000.0
+            assert shown["waited"]["wake"]["took_ms"] is None
+            assert (shown["endpoint"], shown["decisions"]) == (None, [])
+            await waiting
+            command = [sys.executable, "-P", "-m", "lbproxy", "explain", "it-waits", "--admin", it.admin]
+            text = (await asyncio.to_thread(subprocess.run, command, capture_output=True, check=True)).stdout.decode()
+            assert re.search(
+                r"the wake was predicted to take [1-9].\d s, and it took [1-9].\d s", " ".join(text.split())
+            )
 
     run(main())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -11,7 +12,7 @@ import httpx
 import pytest
 
 from tests.support.aio import run, until
-from tests.support.process import lbproxy, mock
+from tests.support.process import children_of, lbproxy, mock
 
 PROMPT = "A long document that several questions are about. " * 200
 
@@ -63,6 +64,42 @@ def test_the_next_process_knows_what_the_last_one_learned(end: signal.Signals, t
             assert value(admin, "lbproxy_state_age_at_start_seconds") < 60.0
             state = httpx.get(f"{admin}/admin/state").json()["state_file"]
             assert state["age_at_start_s"] is not None
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_budget_is_spent_once(workers: int, end: signal.Signals, tmp_path: Path) -> None:
+    """Under a policy that learns nothing. 1200 of 1300 tokens a day are used before the restart."""
+
+    def post(listen: str, tokens: int) -> int:
+        body = {"model": "m", "prompt": "a", "max_tokens": tokens, "ignore_eos": True}
+        return httpx.post(f"{listen}/v1/completions", json=body, timeout=30).status_code
+
+    more = f"{settings(tmp_path)}\nrouting: {{policy: least-request}}\nworkers: {workers}"
+    share = 'lbproxy_endpoint_limit_used_ratio{endpoint="own",limit="tokens_per_day"}'
+    with mock("--model", "m", "--speed", "100") as (_, url):
+        endpoint = f"{{url: {url}, name: own, tokens_per_day: 1300}}"
+        with lbproxy(tmp_path, [endpoint], more) as (process, listen, admin):
+            process.wait_for("serves m")
+            assert post(listen, 1200) == 200
+            used = value(admin, share)
+            assert 0.92 < used < 0.95
+            if end is signal.SIGTERM:
+                assert process.stop() == 0
+            else:
+                wait_for_write(admin, tmp_path)
+                children = children_of(process.process.pid)
+                process.process.kill()
+                process.process.wait()
+                for child in children:  # they would finish their requests
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(child, signal.SIGKILL)
+        with lbproxy(tmp_path, [endpoint], more) as (process, listen, admin):
+            process.wait_for("restored what 1 endpoints used of their limits")
+            process.wait_for("serves m")
+            assert value(admin, share) == pytest.approx(used)
+            assert post(listen, 1200) == 429
+            assert post(listen, 10) == 200
 
 
 def test_a_server_that_was_restarted_meanwhile_has_nothing_cached(tmp_path: Path) -> None:

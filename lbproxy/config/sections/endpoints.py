@@ -22,6 +22,7 @@ from lbproxy.config.values import (
     Ranks,
     Timeout,
     check_model_name,
+    check_token,
     count,
     duration,
     expected,
@@ -119,7 +120,8 @@ class EndpointSettings(ShortSection):
     tokens_per_minute: Limit = None
     """Tokens of prompts and responses, likewise. null = no limit."""
     tokens_per_day: Annotated[int, count("1", "1000000000000")] | None = None
-    """Tokens of prompts and responses in any 24 hours, since lbproxy was started. null = no limit."""
+    """Tokens of prompts and responses in any 24 hours. With `state.file` also those before a restart of lbproxy.
+    null = no limit."""
     weight: Annotated[float, Quantity("0.001", "100000", "a number", whole=False)] = 1.0
     """Its capacity relative to the others: for least-request, p2c and random. adaptive and min-ttft use it as the speed
     until they have measured the speed; other policies ignore it."""
@@ -306,9 +308,7 @@ class EndpointSettings(ShortSection):
     @field_validator("api_key", mode="after")
     @classmethod
     def _check_key(cls, value: SecretStr | None) -> SecretStr | None:
-        if value is not None and not re.fullmatch(r"[!-~]{1,1024}", value.get_secret_value()):
-            raise expected("1 to 1024 printable ASCII characters without spaces")
-        return value
+        return value if value is None else check_token(value)
 
     @field_validator("proxy", mode="after")
     @classmethod

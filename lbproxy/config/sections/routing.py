@@ -96,7 +96,8 @@ class RetrySettings(Section):
 
 
 class StateSettings(Section):
-    """What was learned, kept in a file over a restart of lbproxy. For policies that learn, such as adaptive."""
+    """What survives a restart of lbproxy, in a file: what was learned (by policies that learn, such as adaptive), what
+    was used of endpoints' limits per minute and day, and how long servers take to wake."""
 
     file: str | None = None
     """The file: read at the start, written regularly and at the end; its folder must be writable. If it is lost,

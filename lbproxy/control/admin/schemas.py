@@ -69,6 +69,7 @@ def _learned(shown: type[EndpointLearned | PoolLearned]) -> Schema:
 _FULL_BY = _maybe(_one_of(FULL_BY))
 _LEARNED: dict[str, Schema] = {"samples": _each(COUNT), "limit": _maybe(NUMBER), "full_by": _FULL_BY, "held": COUNT}
 _HEALTH = _one_of(one.value for one in Health)
+_WAKE = record(predicted_ms=_maybe(NUMBER), took_ms=_maybe(NUMBER))
 _WAIT = _one_of(one.value for one in Wait)
 
 _ERROR = record(message=TEXT, type=TEXT, param=_maybe(TEXT), code=TEXT) | {
@@ -256,7 +257,7 @@ _EXPLAINED = _joined(
     client=TEXT,
     flow=_maybe(TEXT),
     error=_maybe(TEXT),
-    waited=_maybe(record(because=_WAIT, meaning=TEXT, endpoint=_maybe(TEXT), full_by=_FULL_BY)),
+    waited=_maybe(record(because=_WAIT, meaning=TEXT, endpoint=_maybe(TEXT), full_by=_FULL_BY, wake=_maybe(_WAKE))),
     failed=_list(record(endpoint=TEXT, failure=TEXT)),
     decisions=_list(ref("Decision")),
 )

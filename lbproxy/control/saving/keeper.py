@@ -60,34 +60,58 @@ class Keeper:
     # The start
 
     async def restore(self, told: Saved | None = None) -> None:
-        """Read the file, if there is one, and give the balancer what is in it; or what another replica `told` now."""
+        """Read the file, if there is one, and give the balancer what is in it. If another replica `told` what it has
+        learned now, only what this one used of limits is taken from the file: each replica counts its own requests.
+        """
+        found = await self._read()
         if told is not None:
-            await self._adopt(told, 0.0)
-            return
+            if found is not None:
+                await self._adopt(found[0].limits_alone(), found[1])
+            told.used = {}
+            found = told, 0.0
+        if found is not None:
+            await self._adopt(*found)
+
+    async def _read(self) -> tuple[Saved, float] | None:
+        """What is in the file, and its age. None: there is none, or it cannot be used."""
         path = self._settings.file
         if path is None:
-            return
+            return None
         try:
             async with asyncio.timeout(READ_WITHIN_S):
                 saved = await asyncio.to_thread(read, path)
-            age_s = saved.age_s(time.time())
+            return self._usable(saved)
         except FileNotFoundError:
             logger.info("state: there is no file %s yet", path, extra={"event": "state"})
         except TimeoutError:
             self._warn(f"cannot be read within {READ_WITHIN_S:g} s, so lbproxy starts as new")
         except (SavedError, OSError) as error:
             self._warn(f"cannot be used, so lbproxy starts as new: {_why(error)}")
-        else:
-            await self._adopt(saved, age_s)
+        return None
+
+    def _usable(self, saved: Saved) -> tuple[Saved, float]:
+        """What may be used now, and its age. Raises SavedError: nothing."""
+        wall_now = time.time()
+        try:
+            return saved, saved.age_s(wall_now)
+        except SavedError as error:
+            if not (saved.used and saved.is_from_future(wall_now)):
+                raise
+            self._warn(f"is used for limits alone, as if it had been written just now: {_why(error)}")
+            return saved.limits_alone(), 0.0
 
     async def _adopt(self, saved: Saved, age_s: float) -> None:
+        limited, extra = len(saved.used), {"event": "state", "age_s": round(age_s, 3)}
         self._restoring = restoring = self._balancer.restore(saved, age_s=age_s, now=self._now())
         await self._restore_prefixes(pauses=0.0)
         if restoring is not None:
-            self._stats.age_at_start_s = age_s
             text = "state: restored %d endpoints and %d prompts, saved %.1f s ago"
-            extra = {"event": "state", "age_s": round(age_s, 3)}
             logger.info(text, restoring.endpoints, restoring.prompts, age_s, extra=extra)
+        if limited:
+            text = "state: restored what %d endpoints used of their limits, saved %.1f s ago"
+            logger.info(text, limited, age_s, extra=extra)
+        if restoring is not None or limited:
+            self._stats.age_at_start_s = age_s
 
     async def _restore_prefixes(self, *, pauses: float) -> None:
         """Also those of endpoints that joined since."""
@@ -158,7 +182,7 @@ class Keeper:
                     file.release()
 
     async def _export(self, file: StateFile) -> int:
-        """Returns the size; 0 = nothing is learned under this policy. Raises LockedError, OSError."""
+        """Returns the size; 0 = there is nothing that is to survive. Raises LockedError, OSError."""
         lines: list[bytes] = []
         size, began_at = 0, time.monotonic()
         prefixes = self._settings.prefixes

@@ -102,11 +102,14 @@ class Recent:
         return [_summary(one, offset) for one in islice(chosen, limit)]
 
     def explain(self, request_id: str) -> Fields | None:
-        """All that is known of one request, also of one that runs; of several that have this id, of the newest."""
+        """All that is known of one request, also of one that runs or waits; of several that have this id, of the
+        newest.
+        """
         for running, records in ((True, self._running()), (False, reversed(self._kept))):
             for record in records:
-                if record.id == request_id and (record.decision is not None or not running):
-                    return _explained(record, time.time() - self._now(), running=running)
+                says = record.decision is not None or (record.wait is not None and record.placed_at is None)
+                if record.id == request_id and (says or not running):
+                    return _explained(record, time.time() - self._now(), self._now(), running=running)
         return None
 
     def by_endpoint(self) -> dict[str, Fields]:
@@ -177,10 +180,12 @@ def _summary(record: RequestRecord, offset: float) -> Fields:
     }
 
 
-def _explained(record: RequestRecord, offset: float, *, running: bool) -> Fields:
+def _explained(record: RequestRecord, offset: float, now: float, *, running: bool) -> Fields:
     fields = _summary(record, offset)
     if running:
         fields |= {"status": None, "outcome": None, "duration_ms": None}
+        if record.placed_at is None:
+            fields["queue_ms"] = _ms(now - record.started_at)
     return fields | {
         "running": running,
         "method": record.method,
@@ -198,12 +203,25 @@ def _explained(record: RequestRecord, offset: float, *, running: bool) -> Fields
 
 def _waited(record: RequestRecord, wait: Wait) -> Fields:
     why = "" if record.full_by is None else f"; {record.held_for} {FULL[record.full_by]}"
+    wake: Fields | None = None
+    if wait is Wait.WAKING:
+        predicted_s, took_s = record.wake_predicted_s, record.wake_took_s
+        wake = {"predicted_ms": _known_ms(predicted_s), "took_ms": _known_ms(took_s)}
+        why += f"; {_wake(predicted_s, took_s)}"
     return {
         "because": wait.value,
         "meaning": WAITS[wait] + why,
         "endpoint": record.held_for,
         "full_by": record.full_by,
+        "wake": wake,
     }
+
+
+def _wake(predicted_s: float | None, took_s: float | None) -> str:
+    """The wake that a request waits for, or waited for, in words."""
+    known = "it was not known how long the wake takes"
+    predicted = known if predicted_s is None else f"the wake was predicted to take {predicted_s:.1f} s"
+    return predicted if took_s is None else f"{predicted}, and it took {took_s:.1f} s"
 
 
 def _decision(made: Decision, offset: float) -> Fields:
@@ -277,6 +295,10 @@ def _observed(record: RequestRecord) -> Fields:
         "prompt_tokens": None if usage is None else usage.prompt_tokens,
         "completion_tokens": None if usage is None else usage.completion_tokens,
     }
+
+
+def _known_ms(seconds: float | None) -> float | None:
+    return None if seconds is None else _ms(seconds)
 
 
 def _ms(seconds: float) -> float:

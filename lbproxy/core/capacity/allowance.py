@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from lbproxy.core.capacity.bucket import Bucket, Day, resized
+from lbproxy.core.capacity.bucket import Bucket, Day, Spent, resized
 from lbproxy.core.requests.request import DECODE, InferenceRequest, Usage
 
 BYTES_PER_TOKEN: Final = 4.0
@@ -24,6 +24,17 @@ class Bounds(NamedTuple):
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     tokens_per_day: int | None = None
+
+
+class Use(NamedTuple):
+    """What was used of the limits per time."""
+
+    at: float
+    requests: float
+    """What is missing to a full minute at `at`, as `tokens`; 0 or more."""
+    tokens: float
+    day: Spent | None
+    """None: there is no limit per day."""
 
 
 class Allowance:
@@ -95,6 +106,27 @@ class Allowance:
             self._tokens.take(tokens)
         if self._day is not None:
             self._day.take(tokens, now)
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether there are limits per time."""
+        return self._requests is not None or self._tokens is not None or self._day is not None
+
+    def use(self, now: float) -> Use:
+        """What was used, for `resume`."""
+        requests = 0.0 if self._requests is None else self._requests.used(now)
+        tokens = 0.0 if self._tokens is None else self._tokens.used(now)
+        return Use(now, requests, tokens, None if self._day is None else self._day.spent(now))
+
+    def resume(self, use: Use, now: float) -> None:
+        """Count what was used before, of the limits that there are now."""
+        age_s = max(0.0, now - use.at)
+        if self._requests is not None:
+            self._requests.resume(use.requests, age_s)
+        if self._tokens is not None:
+            self._tokens.resume(use.tokens, age_s)
+        if self._day is not None and use.day is not None:
+            self._day.resume(use.day, now)
 
     def used(self, in_flight: int, now: float) -> tuple[tuple[str, float], ...]:
         """The used share of each limit that there is, 0 or more, by the name of its key in the settings."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 MINUTE_S: Final = 60.0
 DAY_S: Final = 86400.0
@@ -10,6 +10,17 @@ SLOT_S: Final = 600.0
 """What was used is forgotten in steps of this."""
 SLOTS: Final = 145
 """A day, and the step that has begun: what is shown as used in a day is never too little."""
+MAX_RESUMED_MINUTES: Final = 10.0
+"""A bucket that goes on with an earlier level lacks at most so many minutes' worth, whatever that level was."""
+
+
+class Spent(NamedTuple):
+    """What was used in a day, by steps of `SLOT_S`."""
+
+    at: float
+    """When the newest step began."""
+    amounts: tuple[float, ...]
+    """Of each step, the newest first; 0 or more, at most `SLOTS`."""
 
 
 class Bucket:
@@ -23,8 +34,11 @@ class Bucket:
 
     def used(self, now: float) -> float:
         """What is missing to a full bucket."""
-        self.wait_s(0.0, now)
-        return max(0.0, self.size - self._level)
+        return max(0.0, self.size - self._level - self.size * (now - self._at) / MINUTE_S)
+
+    def resume(self, used: float, age_s: float) -> None:
+        """Count what was used of another bucket so long ago."""
+        self._level -= max(0.0, min(used, MAX_RESUMED_MINUTES * self.size) - self.size * age_s / MINUTE_S)
 
     def resize(self, size: float) -> None:
         """Change the size; what was used stays used."""
@@ -56,17 +70,19 @@ def resized(bucket: Bucket | None, size: int | None, now: float) -> Bucket | Non
 class Day:
     """What was used in the last 24 hours, of at most `size`."""
 
-    __slots__ = ("_slots", "_step", "_total", "size")
+    __slots__ = ("_phase", "_slots", "_step", "_total", "size")
 
     def __init__(self, size: float, now: float) -> None:
         self.size = size
+        self._phase = 0.0
+        """Steps begin at multiples of `SLOT_S` after this."""
         self._slots = [0.0] * SLOTS
         self._step = int(now // SLOT_S)
         self._total = 0.0
 
     def used(self, now: float) -> float:
         """The amount. It may be above `size`, as usage is known afterwards."""
-        step = int(now // SLOT_S)
+        step = int((now - self._phase) // SLOT_S)
         if step > self._step:
             for passed in range(max(self._step, step - SLOTS) + 1, step + 1):
                 self._slots[passed % SLOTS] = 0.0
@@ -82,7 +98,7 @@ class Day:
         for step in range(self._step - SLOTS + 1, self._step + 1):
             excess -= self._slots[step % SLOTS]
             if excess <= 0.0:
-                return max(1.0, (step + SLOTS) * SLOT_S - now)
+                return max(1.0, self._phase + (step + SLOTS) * SLOT_S - now)
         return DAY_S
 
     def take(self, amount: float, now: float) -> None:
@@ -90,3 +106,28 @@ class Day:
         self.used(now)
         self._slots[self._step % SLOTS] += amount
         self._total += amount
+
+    def spent(self, now: float) -> Spent:
+        """What was used, for `resume`. What a step returned is taken from those before it."""
+        self.used(now)
+        amounts, returned = [], 0.0
+        for step in range(self._step, self._step - SLOTS, -1):
+            amount = self._slots[step % SLOTS] + returned
+            returned = min(0.0, amount)
+            amounts.append(max(0.0, amount))
+        while amounts and not amounts[-1]:
+            amounts.pop()
+        return Spent(self._phase + self._step * SLOT_S, tuple(amounts))
+
+    def resume(self, spent: Spent, now: float) -> None:
+        """Count what was used before. Its steps begin when they did then, so that none of it counts for longer."""
+        used, at = self.used(now), min(spent.at, now)
+        self._phase = at % SLOT_S
+        self._step = int((now - self._phase) // SLOT_S)
+        self._slots = [0.0] * SLOTS
+        self._slots[self._step % SLOTS] = used
+        newest = round((at - self._phase) / SLOT_S)
+        for age, amount in enumerate(spent.amounts):
+            if self._step - SLOTS < newest - age <= self._step:
+                self._slots[(newest - age) % SLOTS] += amount
+        self._total = sum(self._slots)

@@ -6,6 +6,6 @@ requests (`breaker`, `progress`, `hang`). `slow_start` and `backpressure` limit 
 index of models.
 
 Imported by: `app`, `balancer`, `check`, `control`, `extras`, `net`, `observed`, `placing`, `policies`, `proxy`,
-`queue`, `replicas`, `request_runtime`, `runtime`, `scaling`, `sim`, `sleeping`, `workers`. Never: which of the
-endpoints that may be asked is best.
+`queue`, `replicas`, `request_runtime`, `restarts`, `runtime`, `scaling`, `sim`, `sleeping`, `workers`. Never: which of
+the endpoints that may be asked is best.
 """

@@ -15,7 +15,7 @@ index of models. Invariants:
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
@@ -50,7 +50,7 @@ from lbproxy.core.engines.orca import LoadReport
 from lbproxy.core.knowledge.pool_model import PoolModel
 from lbproxy.core.knowledge.pools import Pools
 from lbproxy.core.requests.openai import ModelCard
-from lbproxy.core.saved.pieces import Piece, pieces
+from lbproxy.core.saved.pieces import Learned
 from lbproxy.core.saved.reading import Saved
 from lbproxy.core.saved.restoring import Restoring
 
@@ -166,19 +166,15 @@ class EndpointSet:
 
     # Over a restart
 
-    def save(self, *, saved_at: float, prefixes: bool, now: float) -> Iterator[Piece | None]:
-        """Export what was learned, for `restore` in another process: see `core.saved.pieces`. Empty under policies that
-        learn nothing. `saved_at`: the wall time.
-        """
+    def learned(self) -> Learned | None:
+        """What was learned of tier 1, for `core.saved.pieces`; None under policies that learn nothing."""
         if self._pool is None:
-            return iter(())
+            return None
         loads = [(one.endpoint.key, one.load) for one in self._states.values() if one.endpoint.tier == 1]
-        return pieces(self._pool, loads, saved_at=saved_at, prefixes=prefixes, now=now)
+        return Learned(self._pool, loads)
 
     def restore(self, saved: Saved, *, age_s: float, now: float) -> Restoring | None:
-        """Start with what was saved `age_s` ago. Call `step` of the result until it returns False, and again when
-        endpoints joined. None under policies that learn nothing.
-        """
+        """Start with what was learned and saved `age_s` ago: see `core.restarts`."""
         if self._pool is not None:
             self._restoring = Restoring(self._pool, saved, age_s, now)
             for state in self._states.values():

@@ -109,6 +109,8 @@ class EndpointState:
     """When the last trial was placed."""
     dialled_at: float = float("-inf")
     """When a probe or a trial was last sent to it while it was down."""
+    woken_at: float = float("-inf")
+    """When it was awake again after it had slept or had not been there: see `core.sleeping`."""
     was_up: bool = False
     """It took requests before."""
     slow_since: float | None = None

@@ -75,6 +75,10 @@ class RequestRecord:
     """The endpoint for which it was held when that wait began; None = any."""
     full_by: str | None = None
     """Why that endpoint was full: see `core.observed.learned.FULL_BY`. None = it was not full."""
+    wake_predicted_s: float | None = None
+    """If it waited for a wake: how long that was predicted to take, with all that came before it; None = not known."""
+    wake_took_s: float | None = None
+    """How long that took; None = its endpoint was not awake when the request ended, or is not yet."""
     trace_id: str | None = None
     """In the balancer process, of a request whose trace is in its worker process: 32 hexadecimal digits."""
     number: int = 0
@@ -97,6 +101,8 @@ class RequestRecord:
         leg, first = ticket.request.leg, ticket.prefill
         self.endpoint = ticket.placed_state.endpoint.name
         _note_tier(self, ticket)
+        if ticket.wait is Wait.WAKING:
+            _note_wake(self, ticket)
         if leg != DECODE or first is not None:
             self.attempts += 1
             self.placed_at = ticket.placed_at
@@ -110,6 +116,7 @@ class RequestRecord:
         """Note that the ticket was not placed at once."""
         best = ticket.best
         self.wait, self.held_for, self.full_by = ticket.wait, None, None
+        _note_wake(self, ticket)
         if best is not None:
             self.held_for, self.full_by = best.endpoint.name, best.load.full_by(ticket.submitted_at)
 
@@ -147,3 +154,10 @@ class RequestRecord:
 def _note_tier(record: RequestRecord, ticket: Ticket) -> None:
     record.tier = ticket.placed_state.endpoint.tier
     record.overflow = None if ticket.overflow is None else ticket.overflow.value
+
+
+def _note_wake(record: RequestRecord, ticket: Ticket) -> None:
+    state, asked_at = ticket.placed_on, ticket.submitted_at
+    is_awake = state is not None and ticket.wait is Wait.WAKING and state.woken_at >= asked_at
+    record.wake_predicted_s = ticket.wakes_in_s
+    record.wake_took_s = state.woken_at - asked_at if is_awake and state is not None else None

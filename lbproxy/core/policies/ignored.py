@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from lbproxy.config.sections.endpoints import EndpointSettings
 from lbproxy.config.tree import Settings
 from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.core.policies.registry import make_policy
@@ -24,9 +25,15 @@ def ignored_settings(settings: Settings, endpoints: Iterable[EndpointSpec]) -> I
             yield "endpoints[].kv_cache_tokens", "it does not follow prefix caches"
         if "prefix_memory" in settings.routing.model_fields_set:
             yield "routing.prefix_memory", "it does not follow prefix caches"
-        if settings.state.file is not None:
+        if settings.state.file is not None and not any(_is_kept(one) for one in settings.endpoints):
             yield "state.file", "it learns nothing"
         if settings.admission.order == "shortest" and "order" in settings.admission.model_fields_set:
             yield "admission.order", "it does not know how much work a request is, so they go in the order of arrival"
     if settings.admission.hold and not policy.holds:
         yield "admission.hold", "it does not predict waits"
+
+
+def _is_kept(endpoint: EndpointSettings) -> bool:
+    """Whether `state.file` has something of an endpoint under any policy."""
+    limits = endpoint.requests_per_minute, endpoint.tokens_per_minute, endpoint.tokens_per_day
+    return endpoint.wake or endpoint.cold_start is not None or any(limit is not None for limit in limits)

@@ -107,6 +107,8 @@ class Ticket:
     """The endpoint that returned 500 to this request: it is at fault if this attempt succeeds."""
     wait: Wait | None = None
     """Why it began to wait; None = it did not."""
+    wakes_in_s: float | None = None
+    """If it waits for a wake: how long that was predicted to take when it began to wait; None = not known."""
     overflow: Overflow | None = None
     """Why it was placed above the lowest tier; None = it was not, or only that tier serves its model."""
     is_overdue = False

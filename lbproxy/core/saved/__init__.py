@@ -1,7 +1,9 @@
-"""What was learned, as plain data that survives a restart: exported, checked and taken over again.
+"""What was learned and used, as plain data that survives a restart: exported, checked and taken over again.
 
-`pieces` exports pool, endpoints and prefixes as a sequence of small mappings, `reading` is the one place that validates
-such data, `restoring` gives it to a new pool with its age, and `lines` turns pieces into lines of text and back.
+`pieces` exports pool, endpoints and prefixes, what was used of limits and how long wakes took, as a sequence of small
+mappings; `reading` is the one place that validates such data, `restoring` gives what was learned to a new pool with its
+age, and `lines` turns pieces into lines of text and back. `core.restarts` is the owner of the rest.
 
-Imported by: `balancer`, `control`, `endpoints`, `extras`, `sim`. Never: files, connections, or the clock.
+Imported by: `balancer`, `control`, `endpoints`, `extras`, `restarts`, `sim`, `sleeping`. Never: files, connections, or
+the clock.
 """

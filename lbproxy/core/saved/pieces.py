@@ -1,7 +1,9 @@
 """Exports what a pool has learned, in small pieces: the driver goes on with other work between two of them.
 
-A piece is a mapping of plain values (text, numbers, lists, mappings). In order: one `head`, one `pool`, an `endpoint`
-for each endpoint, with prefixes `nodes` and `ends`, and one `end`, without which the data is not complete.
+A piece is a mapping of plain values (text, numbers, lists, mappings). In order: one `head`; if something is learned,
+one `pool` and an `endpoint` for each endpoint, with prefixes `nodes` and `ends`; `used` for each endpoint with limits
+per time, `sleep` for each server that may sleep; and one `end`, without which the data is not complete. Times are wall
+times, in seconds since 1970.
 
 Prefixes are a tree, as in `core.caches.prefix_index`: a node is a piece of a prompt, with the number of the node before
 it (-1: it is the beginning) and its keys; nodes are numbered in the order of the pieces. `ends` has the prompts in one
@@ -14,16 +16,19 @@ from __future__ import annotations
 import struct
 from binascii import b2a_base64
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from lbproxy.core.caches.prefix_index import EndpointCache, Node
+from lbproxy.core.capacity.allowance import Use
 from lbproxy.core.knowledge.load_model import LoadModel
 from lbproxy.core.knowledge.pool_model import PoolModel
 
 Piece: TypeAlias = Mapping[str, object]
 FORMAT: Final = "lbproxy state"
-VERSION: Final = 1
-"""Another version cannot be read. To be increased with each change of names or meanings."""
+VERSION: Final = 2
+"""To be increased with each change of names or meanings. An older lbproxy does not use the data of a newer one."""
+READABLE: Final = frozenset({1, 2})
+"""Version 1 has neither `used` nor `sleep`, and always a pool."""
 MAX_NAMES: Final = 1024
 """Adapters of one endpoint, in each of its lists."""
 MAX_NAME_CHARS: Final = 1024
@@ -33,6 +38,13 @@ MAX_KEYS: Final = 4_000_000
 MAX_ENDS: Final = 4_000_000
 """Prompts in all caches together."""
 MAX_STARTED_AT: Final = 1e18
+MAX_AMOUNT: Final = 1e15
+"""Requests or tokens."""
+MAX_TIMES: Final = 16
+"""Durations of one kind, of one server."""
+MAX_WAKE_S: Final = 3600.0
+MAX_START_S: Final = 86_400.0
+"""The longest durations that are kept, of a wake or sleep, and of a start."""
 KEYS_IN_PIECE: Final = 2000
 SHARDS: Final = 64
 """One mapping of a million nodes takes 40 ms when it grows."""
@@ -40,23 +52,70 @@ ITEMS_IN_PIECE: Final = 250
 """Nodes, or ends, in one piece: some 0.5 ms."""
 
 
+class Durations(NamedTuple):
+    """How long a server took to wake, to fall asleep and to start, the last time last."""
+
+    wakes: tuple[float, ...] = ()
+    sleeps: tuple[float, ...] = ()
+    starts: tuple[float, ...] = ()
+
+
+class Learned(NamedTuple):
+    """What a pool has learned."""
+
+    pool: PoolModel
+    loads: Sequence[tuple[str, LoadModel]]
+    """Of its endpoints, by URL."""
+
+
 def pieces(
-    pool: PoolModel, loads: Iterable[tuple[str, LoadModel]], *, saved_at: float, prefixes: bool, now: float
+    learned: Learned | None, others: Iterable[Piece], *, saved_at: float, prefixes: bool, now: float
 ) -> Iterator[Piece | None]:
-    """Export what was learned of the pool and of the endpoints, which are given with their URLs. `saved_at`: the wall
-    time. None = nothing for this step, each of which is bounded.
+    """Export what was learned (None: nothing is), and `others`: see `used_piece` and `sleep_piece`. `saved_at`: the
+    wall time. The result None = nothing for this step, each of which is bounded.
     """
-    members = list(loads)
-    block_bytes = pool.index.block_bytes
+    block_bytes = None if learned is None else learned.pool.index.block_bytes
     yield {"kind": "head", "format": FORMAT, "version": VERSION, "saved_at": saved_at, "block_bytes": block_bytes}
-    yield {"kind": "pool", "endpoints": len(members), "learned": pool.save()}
-    for url, load in members:
-        yield _endpoint(url, load, now)
-    if prefixes:
-        tree = _Tree()
-        for number, (_, load) in enumerate(members):
-            yield from tree.prompts(number, load.kv.cache)
+    if learned is not None:
+        yield {"kind": "pool", "endpoints": len(learned.loads), "learned": learned.pool.save()}
+        for url, load in learned.loads:
+            yield _endpoint(url, load, now)
+        if prefixes:
+            tree = _Tree()
+            for number, (_, load) in enumerate(learned.loads):
+                yield from tree.prompts(number, load.kv.cache)
+    yield from others
     yield {"kind": "end"}
+
+
+def used_piece(key: str, use: Use, ahead_s: float) -> Piece:
+    """What an endpoint used of its limits per time. `ahead_s`: of the wall clock, before the one of `use`."""
+    day = use.day
+    return {
+        "kind": "used",
+        "key": key,
+        "at": use.at + ahead_s,
+        "requests": _amount(use.requests),
+        "tokens": _amount(use.tokens),
+        "day_at": None if day is None else day.at + ahead_s,
+        "day": [] if day is None else [_amount(amount) for amount in day.amounts],
+    }
+
+
+def _amount(amount: float) -> float:
+    return round(min(amount, MAX_AMOUNT), 3)
+
+
+def sleep_piece(url: str, durations: Durations) -> Piece:
+    """How long a server took to wake, to fall asleep and to start."""
+    wakes, sleeps, starts = (list(times[-MAX_TIMES:]) for times in durations)
+    return {
+        "kind": "sleep",
+        "url": url,
+        "wakes": [time for time in wakes if time <= MAX_WAKE_S],
+        "sleeps": [time for time in sleeps if time <= MAX_WAKE_S],
+        "starts": [time for time in starts if time <= MAX_START_S],
+    }
 
 
 def _endpoint(url: str, load: LoadModel, now: float) -> Piece:

@@ -10,23 +10,32 @@ from __future__ import annotations
 from binascii import Error, a2b_base64
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
+from lbproxy.core.capacity.allowance import Use
+from lbproxy.core.capacity.bucket import SLOTS, Spent
 from lbproxy.core.knowledge.learning import Samples
 from lbproxy.core.saved.pieces import (
     FORMAT,
+    MAX_AMOUNT,
     MAX_ENDS,
     MAX_KEYS,
     MAX_NAMES,
     MAX_NODES,
+    MAX_START_S,
     MAX_STARTED_AT,
+    MAX_TIMES,
+    MAX_WAKE_S,
+    READABLE,
     VERSION,
+    Durations,
     is_name,
 )
 
 Learned: TypeAlias = dict[str, dict[str, float]]
 """Numbers by group and name."""
 Limits: TypeAlias = Mapping[str, tuple[float, float]]
+Value = TypeVar("Value")
 
 MAX_ENDPOINTS: Final = 4096
 MAX_URL_CHARS: Final = 2048
@@ -42,6 +51,7 @@ beyond are not restored."""
 KEY_BYTES: Final = 8
 
 MS, TOKENS, COUNT, SHARE, ANY = (0.0, 1e7), (0.0, 1e18), (0.0, 1e15), (0.0, 1.0), (-1e18, 1e18)
+AMOUNT = (0.0, MAX_AMOUNT)
 _GAPS: Limits = {"count": COUNT, "context": TOKENS, "mean_ms": (0.0, 1e9)}
 _SAMPLES: Limits = {one.name: COUNT for one in fields(Samples)}
 _SIZE: Limits = {"tokens": (1.0, 1e18), "least": TOKENS}
@@ -109,7 +119,9 @@ class Saved:
     saved_at: float
     """Wall time, in seconds since 1970."""
     block_bytes: int
+    """0: nothing was learned."""
     pool: Learned = field(default_factory=dict)
+    """Empty: the same."""
     endpoints: dict[str, SavedEndpoint] = field(default_factory=dict)
     """By URL."""
     parents: list[int] = field(default_factory=list)
@@ -118,11 +130,23 @@ class Saved:
     """By node: 8 bytes for each key, little-endian."""
     depths: list[int] = field(default_factory=list)
     """By node: keys from the beginning of the prompt to its end."""
+    used: dict[str, Use] = field(default_factory=dict)
+    """What was used of limits per time, by `Endpoint.key`. Times are wall times, and may be any."""
+    sleep: dict[str, Durations] = field(default_factory=dict)
+    """By URL of the server."""
+
+    def limits_alone(self) -> Saved:
+        """What was used of limits, and nothing else."""
+        return Saved(self.saved_at, 0, used=self.used)
+
+    def is_from_future(self, wall_now: float) -> bool:
+        """Whether the clock was set back since, or is wrong."""
+        return wall_now - self.saved_at < -FUTURE_S
 
     def age_s(self, wall_now: float) -> float:
         """Seconds since it was saved. Raises SavedError if it is too old, or from the future."""
         age_s = wall_now - self.saved_at
-        if age_s < -FUTURE_S:
+        if self.is_from_future(wall_now):
             raise SavedError("it was written in the future: was the clock set back?")
         if age_s > MAX_AGE_S:
             raise SavedError(f"it is {age_s / 3600.0:.0f} hours old, and at most {MAX_AGE_S / 3600.0:.0f} are allowed")
@@ -137,6 +161,7 @@ class Reader:
         self._in_order: list[SavedEndpoint] = []
         self._keys = self._ends = 0
         self._is_complete = False
+        self._version = VERSION
 
     def take(self, piece: object) -> None:
         """The next piece. Raises SavedError."""
@@ -144,7 +169,7 @@ class Reader:
         assert isinstance(piece, dict)
         saved = self._saved
         if saved is None:
-            self._saved = _head(piece)
+            self._saved, self._version = _head(piece)
             return
         kind = piece.get("kind")
         if kind == "pool":
@@ -157,6 +182,10 @@ class Reader:
                 self._node(saved, one)
         elif kind == "ends":
             self._add_ends(saved, piece)
+        elif kind == "used":
+            _put(saved.used, _url(piece.get("key")), _use(piece))
+        elif kind == "sleep":
+            _put(saved.sleep, _url(piece.get("url")), _durations(piece))
         else:
             _require(kind == "end", "it has a piece of an unknown kind")
             self._is_complete = True
@@ -165,16 +194,15 @@ class Reader:
         """All of it. Raises SavedError if the end is missing."""
         _require(self._is_complete, "its end is missing")
         assert self._saved is not None
-        _require(bool(self._saved.pool), "it has no pool")
+        saved = self._saved
+        may_lack = self._version > 1 and not (saved.endpoints or saved.keys)
+        _require(bool(saved.pool and saved.block_bytes) or (may_lack and not saved.pool), "it has no pool")
         for endpoint in self._in_order:
-            endpoint.ends = _newest(endpoint.ends, self._saved.depths)
-        return self._saved
+            endpoint.ends = _newest(endpoint.ends, saved.depths)
+        return saved
 
     def _endpoint(self, saved: Saved, piece: Mapping[str, object]) -> None:
-        url = piece.get("url")
-        _require(isinstance(url, str) and 0 < len(url) <= MAX_URL_CHARS, "an endpoint has no URL")
-        assert isinstance(url, str)
-        _require(url not in saved.endpoints and len(saved.endpoints) < MAX_ENDPOINTS, "it has too many endpoints")
+        url = _url(piece.get("url"))
         started_at = piece.get("started_at")
         endpoint = SavedEndpoint(
             None if started_at is None else _number(started_at, "started_at", (-MAX_STARTED_AT, MAX_STARTED_AT)),
@@ -182,7 +210,7 @@ class Reader:
             _names(piece.get("loaded")),
             _names(piece.get("known")),
         )
-        saved.endpoints[url] = endpoint
+        _put(saved.endpoints, url, endpoint)
         self._in_order.append(endpoint)
 
     def _node(self, saved: Saved, node: object) -> None:
@@ -228,13 +256,50 @@ def _newest(ends: list[int], depths: list[int]) -> list[int]:
     return ends
 
 
-def _head(piece: Mapping[str, object]) -> Saved:
+def _head(piece: Mapping[str, object]) -> tuple[Saved, int]:
+    """And the version."""
     _require(piece.get("kind") == "head" and piece.get("format") == FORMAT, "it is not a state file of lbproxy")
     version = piece.get("version")
     _require(type(version) is int, "it has no version")
-    _require(version == VERSION, f"it has version {version}, and this lbproxy reads version {VERSION}")
+    assert isinstance(version, int)
+    _require(version in READABLE, f"it has version {version}, and this lbproxy reads up to version {VERSION}")
     saved_at = _number(piece.get("saved_at"), "saved_at", COUNT)
-    return Saved(saved_at, int(_number(piece.get("block_bytes"), "block_bytes", (1.0, 1e9))))
+    size = piece.get("block_bytes")
+    return Saved(saved_at, 0 if size is None else int(_number(size, "block_bytes", (1.0, 1e9)))), version
+
+
+def _url(found: object) -> str:
+    """What names an endpoint or a server."""
+    _require(isinstance(found, str) and 0 < len(found) <= MAX_URL_CHARS, "an endpoint has no URL")
+    assert isinstance(found, str)
+    return found
+
+
+def _put(known: dict[str, Value], key: str, value: Value) -> None:
+    _require(key not in known and len(known) < MAX_ENDPOINTS, "it has too many endpoints")
+    known[key] = value
+
+
+def _use(piece: Mapping[str, object]) -> Use:
+    at, day_at = _number(piece.get("at"), "used.at", COUNT), piece.get("day_at")
+    requests = _number(piece.get("requests"), "used.requests", AMOUNT)
+    tokens = _number(piece.get("tokens"), "used.tokens", AMOUNT)
+    amounts = _numbers(piece.get("day"), "used.day", AMOUNT, SLOTS)
+    return Use(at, requests, tokens, None if day_at is None else Spent(_number(day_at, "used.day_at", COUNT), amounts))
+
+
+def _durations(piece: Mapping[str, object]) -> Durations:
+    return Durations(
+        _numbers(piece.get("wakes"), "sleep.wakes", (0.0, MAX_WAKE_S), MAX_TIMES),
+        _numbers(piece.get("sleeps"), "sleep.sleeps", (0.0, MAX_WAKE_S), MAX_TIMES),
+        _numbers(piece.get("starts"), "sleep.starts", (0.0, MAX_START_S), MAX_TIMES),
+    )
+
+
+def _numbers(found: object, name: str, limits: tuple[float, float], most: int) -> tuple[float, ...]:
+    numbers = _list(found)
+    _require(len(numbers) <= most, f"{name}: at most {most} numbers are allowed")
+    return tuple(_number(number, name, limits) for number in numbers)
 
 
 def _learned(found: object, wanted: Mapping[str, Limits], may_be_empty: frozenset[str]) -> Learned:

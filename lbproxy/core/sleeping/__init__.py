@@ -4,5 +4,6 @@
 `sleepers` owns all of it, and returns the orders that a driver carries out. An endpoint that is not awake is `dormant`
 in its state (`core.endpoints.state`), so that it is no candidate.
 
-Imported by: `balancer`, `control`, `observed`. Never: I/O; nor which of the endpoints that are awake is best.
+Imported by: `balancer`, `control`, `observed`, `restarts`. Never: I/O; nor which of the endpoints that are awake is
+best.
 """

@@ -10,6 +10,7 @@ from lbproxy.core.endpoints import health
 from lbproxy.core.endpoints.endpoint import EndpointUid, SleepSpec
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.state import EndpointState
+from lbproxy.core.saved.pieces import Durations
 from lbproxy.core.sleeping.phase import Phase
 
 SAMPLES: Final = 5
@@ -32,6 +33,16 @@ class Forecast:
 
     def __init__(self) -> None:
         self._times: deque[float] = deque(maxlen=SAMPLES)
+
+    @property
+    def times(self) -> tuple[float, ...]:
+        """The last ones, the newest last."""
+        return tuple(self._times)
+
+    def restore(self, times: Sequence[float]) -> None:
+        """Start with earlier ones."""
+        newer, self._times = self._times, deque(times, maxlen=SAMPLES)
+        self._times.extend(newer)
 
     def add(self, took_s: float) -> None:
         """Note one more."""
@@ -115,6 +126,17 @@ class Server:
     def is_drained_by_operator(self) -> bool:
         """It is to get no requests anyway."""
         return all(state.draining for state in self.states)
+
+    @property
+    def durations(self) -> Durations:
+        """How long its last wakes, sleeps and starts took."""
+        return Durations(self.wakes.times, self.sleeps.times, self.starts.times)
+
+    def restore(self, durations: Durations) -> None:
+        """Start with what another lbproxy, or this one before the server left, has seen of it."""
+        self.wakes.restore(durations.wakes)
+        self.sleeps.restore(durations.sleeps)
+        self.starts.restore(durations.starts)
 
     def lists(self, model: str | None) -> bool:
         """Whether it serves a model; None: any. A server that lists none may serve all."""

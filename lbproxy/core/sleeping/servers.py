@@ -6,18 +6,22 @@ It is the owner of every `Server`, and the only one that moves it from phase to 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Final
 
 from lbproxy.config.sleep import HostSettings
 from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.endpoints.endpoint_set import EndpointSet
 from lbproxy.core.endpoints.state import EndpointState
+from lbproxy.core.saved.pieces import Durations
 from lbproxy.core.sleeping.demand import Need
 from lbproxy.core.sleeping.phase import Event, Phase, SleepTransition, next_phase
 from lbproxy.core.sleeping.server import HELD, Server
 
 LEAVING: Final = frozenset({Phase.DRAINING, Phase.FALLING_ASLEEP})
 RISING: Final = frozenset({Phase.WAKING, Phase.STARTING})
+MAX_ABSENT: Final = 1024
+"""Servers of which the durations are kept though they are not there; the ones that left first are dropped."""
 _DEFAULT: Final = HostSettings()
 """Of a host that `hosts` does not name."""
 
@@ -32,6 +36,8 @@ class Servers:
         self.hosts: Mapping[str, HostSettings] = {}
         self._endpoints, self._changed = endpoints, changed
         self._by_url: dict[str, Server] = {}
+        self._absent: dict[str, Durations] = {}
+        """By URL, of servers that are not there: they may come back, or be found later."""
 
     def __len__(self) -> int:
         return len(self._by_url)
@@ -55,9 +61,27 @@ class Servers:
             server = before.get(url)
             if server is None:
                 server = Server(states, spec, now)
+                server.restore(self._absent.pop(url, Durations()))
             server.states, server.spec = states, spec
             self._by_url[url] = server
             self._show(server)
+        self._keep({url: server.durations for url, server in before.items() if url not in by_url})
+
+    def durations(self) -> dict[str, Durations]:
+        """How long wakes, sleeps and starts took, by URL: of all servers of which that is known."""
+        present = {url: server.durations for url, server in self._by_url.items()}
+        return {url: found for url, found in {**self._absent, **present}.items() if any(found)}
+
+    def remember(self, saved: Mapping[str, Durations]) -> None:
+        """Start with what another lbproxy has seen."""
+        for url, server in self._by_url.items():
+            server.restore(saved.get(url, Durations()))
+        self._keep({url: found for url, found in saved.items() if url not in self._by_url})
+
+    def _keep(self, durations: Mapping[str, Durations]) -> None:
+        self._absent.update((url, found) for url, found in durations.items() if any(found))
+        for url in list(islice(self._absent, max(0, len(self._absent) - MAX_ABSENT))):
+            del self._absent[url]
 
     def find(self, uid: EndpointUid) -> Server | None:
         """The server of an endpoint; None if it left the set or does not sleep."""
@@ -134,6 +158,9 @@ class Servers:
             server.occupies = True
         elif after is Phase.ASLEEP and event is not Event.WAKE_FAILED:
             server.occupies = False
+        if after is Phase.AWAKE:
+            for state in server.states:
+                state.woken_at = now
         if after is Phase.AWAKE and before is Phase.WAKING:
             server.wakes.add(lasted_s)
             server.succeeded()

@@ -31,6 +31,7 @@ from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.queue.waiting_queue import WaitingQueue
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest
+from lbproxy.core.saved.pieces import Durations
 from lbproxy.core.sleeping.demand import Need, is_served, read_needs
 from lbproxy.core.sleeping.phase import Event, Phase, SleepTransition
 from lbproxy.core.sleeping.server import DOWN_FREE_S, Server
@@ -122,6 +123,14 @@ class Sleepers:
     def follow(self, now: float) -> None:
         """Note that the set of endpoints changed."""
         self._servers.follow(now)
+
+    def durations(self) -> dict[str, Durations]:
+        """How long wakes, sleeps and starts of servers took, by URL, for `remember` in another process."""
+        return self._servers.durations()
+
+    def remember(self, saved: Mapping[str, Durations]) -> None:
+        """Start with what another lbproxy has seen."""
+        self._servers.remember(saved)
 
     # Reports
 
@@ -341,7 +350,7 @@ class Sleepers:
         """How a request ends that would wait for a wake, as that takes too long; None: it waits."""
         wait_s = self.wakes_in_s(ticket, now)
         deadline = ticket.request.deadline
-        ticket.best_wait_s = wait_s or 0.0
+        ticket.wakes_in_s, ticket.best_wait_s = wait_s, wait_s or 0.0
         late = wait_s is not None and deadline is not None and now + wait_s > deadline
         if wait_s is None or not (late or now + wait_s > ticket.expires_at):
             self.waited += 1

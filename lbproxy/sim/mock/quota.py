@@ -2,7 +2,8 @@
 
 A limit is a bucket that holds a minute's worth and fills evenly, as api.openai.com has it: after a pause of a minute a
 whole minute's worth may come at once. A request is charged before it runs, for its prompt and the tokens that it may
-generate; what it uses in the end changes nothing. Refused ones are not charged. Pure: `now` is seconds of any clock.
+generate; what it uses in the end changes nothing. Refused ones are not charged, and what is larger than the bucket is
+always refused. Pure: `now` is seconds of any clock that begins at 0 or later.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from dataclasses import dataclass
 from math import ceil, inf
 from typing import NamedTuple
 
+from lbproxy.core.capacity.bucket import Bucket, resized
 from lbproxy.sim.mock.apis.fields import Json
 
-MINUTE_S = 60.0
 _LENGTHS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
 
 
@@ -29,33 +30,6 @@ class Refusal(NamedTuple):
     """Until it is accepted if nothing else comes; infinite: never."""
 
 
-class Bucket:
-    """What is left of one limit."""
-
-    def __init__(self, per_minute: int) -> None:
-        self.per_minute = per_minute
-        self._level = float(per_minute)
-        self._at: float | None = None
-
-    def level(self, now: float) -> float:
-        """How much is left."""
-        if self._at is not None:
-            filled = (now - self._at) * self.per_minute / MINUTE_S
-            self._level = min(float(self.per_minute), self._level + filled)
-        self._at = now
-        return self._level
-
-    def take(self, amount: float, now: float) -> None:
-        """Take what is there."""
-        self._level = self.level(now) - amount
-
-    def wait_s(self, amount: float, now: float) -> float:
-        """Seconds until so much is left; 0: it is now, infinite: it never is."""
-        if amount > self.per_minute:
-            return inf
-        return max(0.0, amount - self.level(now)) * MINUTE_S / self.per_minute
-
-
 @dataclass(frozen=True, slots=True)
 class Quota:
     """Both limits of one key; None: no limit."""
@@ -68,12 +42,11 @@ class Quota:
         asked = [("requests", self.requests, 1), ("tokens", self.tokens, tokens)]
         limits = [(kind, bucket, amount) for kind, bucket, amount in asked if bucket is not None]
         for kind, bucket, amount in limits:
-            wait_s = bucket.wait_s(amount, now)
+            wait_s = inf if amount > bucket.size else bucket.wait_s(amount, now)
             if wait_s > 0.0:
-                used = bucket.per_minute - int(bucket.level(now))
-                return Refusal(kind, bucket.per_minute, used, amount, wait_s)
+                return Refusal(kind, int(bucket.size), ceil(bucket.used(now)), amount, wait_s)
         for _, bucket, amount in limits:
-            bucket.take(amount, now)
+            bucket.take(amount)
         return None
 
     def headers(self, now: float) -> dict[str, str]:
@@ -81,18 +54,15 @@ class Quota:
         said = {}
         for kind, bucket in (("requests", self.requests), ("tokens", self.tokens)):
             if bucket is not None:
-                said[f"x-ratelimit-limit-{kind}"] = str(bucket.per_minute)
-                said[f"x-ratelimit-remaining-{kind}"] = str(int(bucket.level(now)))
-                said[f"x-ratelimit-reset-{kind}"] = duration(bucket.wait_s(bucket.per_minute, now))
+                said[f"x-ratelimit-limit-{kind}"] = str(int(bucket.size))
+                said[f"x-ratelimit-remaining-{kind}"] = str(int(bucket.size - bucket.used(now)))
+                said[f"x-ratelimit-reset-{kind}"] = duration(bucket.wait_s(bucket.size, now))
         return said
 
 
 def quota(requests_per_minute: int | None, tokens_per_minute: int | None) -> Quota:
     """The limits that options say."""
-    return Quota(
-        None if requests_per_minute is None else Bucket(requests_per_minute),
-        None if tokens_per_minute is None else Bucket(tokens_per_minute),
-    )
+    return Quota(resized(None, requests_per_minute, 0.0), resized(None, tokens_per_minute, 0.0))
 
 
 def charged_tokens(fields: Json, body_bytes: int) -> int:

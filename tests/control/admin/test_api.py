@@ -376,14 +376,31 @@ def test_a_request_that_was_held_says_for_which_endpoint_and_why() -> None:
     recent.ended([record("any"), record("held", wait=Wait.HELD, held_for="e2", full_by="requests")])
     explained = [recent.explain(name) for name in ("any", "held")]
     assert [one and one["waited"] for one in explained] == [
-        {"because": "full", "meaning": WAITS[Wait.FULL], "endpoint": None, "full_by": None},
+        {"because": "full", "meaning": WAITS[Wait.FULL], "endpoint": None, "full_by": None, "wake": None},
         {
             "because": "held",
             "meaning": f"{WAITS[Wait.HELD]}; e2 ran as many requests as it could",
             "endpoint": "e2",
             "full_by": "requests",
+            "wake": None,
         },
     ]
+
+
+def test_a_request_that_waits_is_explained_before_it_has_an_endpoint() -> None:
+    waits = record("w", endpoint=None, attempts=0, wait=Wait.WAKING, placed_at=None, decision=None)
+    waits.wake_predicted_s = 4.0
+    recent = Recent(10, lambda: 20.0, lambda: [waits])
+    found = recent.explain("w")
+    assert found is not None
+    assert (found["running"], found["queue_ms"]) == (True, 10_000.0)
+    assert found["waited"] == {
+        "because": "waking",
+        "meaning": f"{WAITS[Wait.WAKING]}; the wake was predicted to take 4.0 s",
+        "endpoint": None,
+        "full_by": None,
+        "wake": {"predicted_ms": 4000.0, "took_ms": None},
+    }
 
 
 def test_endpoints_are_judged_by_what_they_had_last() -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import stat
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 
@@ -18,9 +19,10 @@ from lbproxy.control.saving import keeper as keeping
 from lbproxy.control.saving.keeper import Keeper
 from lbproxy.control.saving.state_file import LockedError, StateFile, problem, read
 from lbproxy.core.balancer import Balancer
+from tests.core.saved.test_limits_saved import balancer_of, lines_of, provider, saved_by, use, used
 from tests.core.saved.test_saved import ask, experienced, prompt
 from tests.support.aio import run, until
-from tests.support.pool import pool_of
+from tests.support.pool import make_balancer, pool_of
 
 
 class Kept:
@@ -94,6 +96,63 @@ def test_a_policy_that_learns_nothing_writes_nothing(tmp_path: Path) -> None:
     assert not any(kept.stats.writes.values())
 
 
+# Limits
+
+
+def limited(*, tokens: int = 0) -> Balancer:
+    """A balancer that learns nothing, and has a provider with a budget."""
+    balancer = balancer_of(provider())
+    if tokens:
+        use(balancer, tokens, now=0.0)
+    return balancer
+
+
+def wrote_limits(file: Path, tokens: int) -> None:
+    kept = Kept(file, limited(tokens=tokens))
+    run(kept.keeper.stop())
+    assert kept.stats.writes["written"] == 1
+
+
+def test_what_was_used_of_limits_is_written_whatever_the_policy(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "lbproxy")
+    wrote_limits(tmp_path / "state", 500_000)
+    kept = Kept(tmp_path / "state", limited())
+    run(kept.keeper.restore())
+    assert used(kept.balancer, now=0.0)["tokens_per_day"] == pytest.approx(0.5)
+    assert kept.stats.age_at_start_s is not None
+    assert "restored what 1 endpoints used of their limits" in caplog.text
+
+
+def test_what_another_replica_tells_is_not_this_ones_use(tmp_path: Path) -> None:
+    """Each counts its own requests: its own file has that, and the other one what was learned."""
+    wrote_limits(tmp_path / "state", 500_000)
+    teller = make_balancer(policy="adaptive")
+    teller.set_endpoints([provider()], now=0.0)
+    use(teller, 900_000, now=0.0)
+    for own_file, expected in ((tmp_path / "state", 0.5), (None, 0.0)):
+        kept = Kept(own_file, balancer_of(provider(), policy="adaptive"))
+        run(kept.keeper.restore(saved_by(teller, now=1.0)))
+        assert used(kept.balancer, now=0.0)["tokens_per_day"] == pytest.approx(expected)
+        assert kept.stats.age_at_start_s == 0.0
+
+
+def test_a_clock_that_was_set_back_loses_what_was_learned_and_no_budget(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "state"
+    old = make_balancer(policy="adaptive")
+    old.set_endpoints([provider()], now=0.0)
+    use(old, 500_000, now=0.0)
+    file.write_bytes(b"".join(lines_of(old, now=1.0, wall=time.time() + 7200.0)))
+    kept = Kept(file, balancer_of(provider(), policy="adaptive"))
+    run(kept.keeper.restore())
+    assert used(kept.balancer, now=0.0)["tokens_per_day"] == pytest.approx(0.5)
+    assert "is used for limits alone" in caplog.text
+    assert kept.keeper._restoring is None
+
+
 # A file that cannot be used
 
 
@@ -104,7 +163,7 @@ def truncated(file: Path) -> None:
 
 def newer(file: Path) -> None:
     wrote(file)
-    file.write_bytes(file.read_bytes().replace(b'"version":1', b'"version":2'))
+    file.write_bytes(file.read_bytes().replace(b'"version":2', b'"version":3'))
 
 
 def old(file: Path) -> None:
@@ -130,7 +189,7 @@ UNUSABLE: dict[str, tuple[Callable[[Path], object], str]] = {
     "not UTF-8": (lambda file: file.write_bytes(b'{"kind":"\xff\xfe"}\n'), "damaged"),
     "one long line": (lambda file: file.write_bytes(b"[" * (3 << 20)), "too long"),
     "truncated": (truncated, "end is missing|damaged"),
-    "newer": (newer, "has version 2"),
+    "newer": (newer, "has version 3"),
     "old": (old, "hours old"),
     "huge": (huge, "bytes, and at most"),
     "a folder": (Path.mkdir, "no file"),

@@ -51,6 +51,13 @@ def test_what_is_for_policies_that_follow_caches_and_work(policy: str) -> None:
     assert ignored(text) == (cached if policy in COUNTING else [])
 
 
+@pytest.mark.parametrize("more", ["tokens_per_day: 9", "requests_per_minute: 9", "wake: true"])
+def test_a_state_file_is_for_limits_and_wakes_too(more: str) -> None:
+    text = f"routing: {{policy: round-robin}}\nstate: {{file: /tmp/state}}\nendpoints: [{{url: 'http://a', {more}}}]\n"
+    assert ignored(text) == []
+    assert ignored(text.replace(more, "max_in_flight: 9")) == ["state.file"]
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_holding_back(policy: str) -> None:
     expected = [] if policy == "adaptive" else ["admission.hold"]

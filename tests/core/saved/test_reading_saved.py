@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import orjson
 import pytest
 
+from lbproxy.core.capacity.allowance import Bounds
 from lbproxy.core.saved import lines, reading
 from lbproxy.core.saved.lines import encode, read_lines
-from lbproxy.core.saved.pieces import VERSION
+from lbproxy.core.saved.pieces import VERSION, Durations
 from lbproxy.core.saved.reading import MAX_AGE_S, SavedError
 from tests.core.saved.test_saved import ask, experienced, load_of, prompt, restored
-from tests.support.pool import pool_of
+from tests.support.pool import pool_of, spec
 
 Pieces = list[dict[str, Any]]
 
@@ -22,6 +24,9 @@ Pieces = list[dict[str, Any]]
 def written() -> list[bytes]:
     balancer = experienced(endpoints=2)
     load_of(balancer).adapters.placed("sql", 1.0)
+    balancer.set_endpoints([replace(spec(1), bounds=Bounds(60, 60, 1000, 10**6)), spec(2)], now=210.0)
+    balancer.sleepers.remember({spec(3).base_url: Durations((3.0, 4.0), (1.0,), ())})
+    ask(balancer, prompt(0), now=220.0)
     pieces = balancer.save(saved_at=1e9, prefixes=True, now=500.0)
     return [encode(piece) for piece in pieces if piece is not None]
 
@@ -90,6 +95,35 @@ BAD: dict[str, tuple[Callable[[Pieces], object], str]] = {
     "an end below 0": (put("ends", [-1], "nodes"), "no end"),
     "an end at no endpoint": (put("ends", 2, "endpoint"), "at no endpoint"),
     "ends of an endpoint below 0": (put("ends", -1, "endpoint"), "at no endpoint"),
+    "an old one without a pool": (lambda pieces: (put("head", 1, "version")(pieces), pieces.pop(1)), "no pool"),
+    "endpoints without a pool": (lambda pieces: pieces.pop(1), "no pool"),
+    "a pool without blocks": (put("head", None, "block_bytes"), "no pool"),
+    "use that is text": (put("used", "1", "tokens"), "used.tokens"),
+    "use that is true": (put("used", True, "requests"), "used.requests"),
+    "use below 0": (put("used", -1.0, "tokens"), "used.tokens"),
+    "use that is huge": (put("used", 1e300, "tokens"), "used.tokens"),
+    "no use": (put("used", None, "requests"), "used.requests"),
+    "a day that is text": (put("used", "1", "day"), "expected a list"),
+    "a day with text": (put("used", ["1"], "day"), "used.day"),
+    "a day with a negative amount": (put("used", [1.0, -1e9], "day"), "used.day"),
+    "a day with a list": (put("used", [[1.0]], "day"), "used.day"),
+    "a day with a huge amount": (put("used", [1e16], "day"), "used.day"),
+    "a day of many steps": (put("used", [0.0] * 146, "day"), "at most 145"),
+    "a time of use that is text": (put("used", "now", "at"), "used.at"),
+    "a time of use that is negative": (put("used", -1.0, "at"), "used.at"),
+    "a time of use that is nothing": (put("used", None, "at"), "used.at"),
+    "a day that begins nowhere": (put("used", "now", "day_at"), "used.day_at"),
+    "use of nothing": (put("used", "", "key"), "no URL"),
+    "use of a number": (put("used", 7, "key"), "no URL"),
+    "use twice": (lambda pieces: pieces.insert(-1, kind(pieces, "used")), "too many endpoints"),
+    "a wake that is text": (put("sleep", ["1"], "wakes"), "sleep.wakes"),
+    "a wake below 0": (put("sleep", [-1.0], "wakes"), "sleep.wakes"),
+    "a wake of days": (put("sleep", [1e6], "wakes"), "sleep.wakes"),
+    "a start of years": (put("sleep", [1e9], "starts"), "sleep.starts"),
+    "wakes that are none": (put("sleep", None, "wakes"), "expected a list"),
+    "many sleeps": (put("sleep", [1.0] * 17, "sleeps"), "at most 16"),
+    "a server without a URL": (put("sleep", None, "url"), "no URL"),
+    "a server twice": (lambda pieces: pieces.insert(-1, kind(pieces, "sleep")), "too many endpoints"),
 }
 
 

@@ -4,15 +4,7 @@ from math import inf
 
 import pytest
 
-from lbproxy.sim.mock.quota import Bucket, Quota, charged_tokens, duration, quota
-
-
-def test_bucket_fills_evenly_and_holds_a_minutes_worth() -> None:
-    bucket = Bucket(60)
-    bucket.take(60, now=100.0)
-    assert bucket.wait_s(1, now=100.0) == 1.0
-    assert bucket.level(now=110.0) == pytest.approx(10.0)
-    assert bucket.level(now=1000.0) == 60.0
+from lbproxy.sim.mock.quota import Quota, charged_tokens, duration, quota
 
 
 def test_a_refused_request_is_not_charged_by_either_limit() -> None:
