@@ -24,7 +24,7 @@ WALL = 1.7e9
 """What the wall clock said when it was saved."""
 BOUNDS = Bounds(requests_per_minute=60, tokens_per_minute=100_000, tokens_per_day=1_000_000)
 POLICIES = ["adaptive", "least-request", "round-robin"]
-VERSION_1 = Path("tests/fixtures/state/version-1.jsonl")
+VERSION_1 = Path(__file__).parents[2] / "fixtures/state/version-1.jsonl"
 
 
 def provider(n: int = 1, bounds: Bounds | None = BOUNDS, **more: object) -> EndpointSpec:
