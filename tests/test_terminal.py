@@ -242,6 +242,25 @@ def test_status_says_from_the_first_second_where_it_is_and_what_it_serves() -> N
     assert "0 of 1 endpoints up  starting" in " ".join(drawn(summary(found)))
 
 
+def test_status_says_what_the_load_of_a_model_needs_only_if_that_is_known() -> None:
+    """A recommendation of as many as there are, or were, is no need; and an idle model has none."""
+    model = {"model": "m\x1b", "endpoints": 3, "recommended": 1, "recommended_known": True, "waiting": 0}
+    models = [
+        model,
+        model | {"endpoints": 1, "recommended": 4},
+        model | {"endpoints": 0, "recommended": 2},
+        model | {"recommended_known": False},
+        model | {"recommended": 3},
+        model | {"recommended": 0},
+        model | {"recommended": None, "recommended_known": False},
+    ]
+    assert drawn(offer(state([endpoint("a")], models=models)))[1:] == [
+        "model m: its load needs 1 endpoint; 3 can serve it",
+        "model m: its load needs 4 endpoints; 1 can serve it",
+        "model m: its load needs 2 endpoints; none can serve it",
+    ]
+
+
 def in_ms(decision: dict[str, Any]) -> dict[str, Any]:
     return {"decisions": [decision | {"unit": "ms"}]}
 

@@ -107,9 +107,8 @@ def offer(state: Fields) -> Text:
     more = f" and {len(models) - MAX_MODELS} more" if len(models) > MAX_MODELS else ""
     what = f"serves {listed}{more}" if models else "no models known yet"
     text = Text(f"{plain(state['listen'])} {what}" if state.get("listen") else what)
-    wanted = [one for one in state.get("models") or () if one["recommended"] not in {None, one["endpoints"]}]
-    for one in wanted[:MAX_MODELS]:
-        text.append(f"\n{_short(plain(one['model']))} has {one['endpoints']} endpoints and needs {one['recommended']}")
+    for line in [need for one in state.get("models") or () if (need := _need(one)) is not None][:MAX_MODELS]:
+        text.append(f"\n{line}")
     reasons = {one["endpoint"]: one for one in reversed(state["transitions"])}
     ailing = [one for one in state["endpoints"] if one["health"] not in {"up", "starting"} and not one["leaving"]]
     for one in ailing[:MAX_AILING]:
@@ -119,6 +118,15 @@ def offer(state: Fields) -> Text:
     if len(ailing) > MAX_AILING:
         text.append(f"\nand {len(ailing) - MAX_AILING} more", style="red")
     return text
+
+
+def _need(model: Fields) -> str | None:
+    """What its load needs, if that is known and not what it has."""
+    needed, able = model["recommended"], model["endpoints"]
+    if not (model.get("recommended_known") and needed) or needed == able:
+        return None
+    many = "1 endpoint" if needed == 1 else f"{needed} endpoints"
+    return f"model {_short(plain(model['model']))}: its load needs {many}; {able or 'none'} can serve it"
 
 
 def fleet(endpoints: Sequence[Fields], limit: int | None = None) -> Table:

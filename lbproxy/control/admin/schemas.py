@@ -168,6 +168,7 @@ _STATE = record(
             model=TEXT,
             endpoints=COUNT,
             recommended=_maybe(COUNT),
+            recommended_known=FLAG,
             waiting=COUNT,
             predicted_wait_s=_maybe(NUMBER),
             room=_maybe(NUMBER),
