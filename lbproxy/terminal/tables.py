@@ -21,7 +21,14 @@ ROLES = {"prefill": "P", "decode": "D"}
 """As letters: words would not fit into 80 columns. A tier above 1 stands beside them, as a digit."""
 MAX_MODELS = 6
 MAX_AILING = 3
-HEALTH_STYLES = {"up": "green", "starting": "cyan", "half_open": "yellow", "ejected": "red", "down": "red"}
+HEALTH_STYLES = {
+    "up": "green",
+    "starting": "cyan",
+    "half_open": "yellow",
+    "draining": "yellow",
+    "ejected": "red",
+    "down": "red",
+}
 
 
 def plain(value: object) -> str:
@@ -62,7 +69,9 @@ def summary(state: Fields) -> Text:
         text.append(f"  {point['requests'] / point['seconds']:.1f} requests/s")
         text.append(f"  {point['errors']} errors", style="red" if point["errors"] else "dim")
         text.append(f"  {point['rejected']} rejected", style="yellow" if point["rejected"] else "dim")
-        text.append(f"  first byte {_number(first_byte['p50'])} / {_number(first_byte['p95'])} ms")
+        known = first_byte["p50"] is not None  # of streams, in the last seconds
+        quantiles = f"first byte {_number(first_byte['p50'])} / {_number(first_byte['p95'])} ms"
+        text.append(f"  {quantiles if known else 'no streams'}")
     return text
 
 
@@ -109,7 +118,8 @@ def offer(state: Fields) -> Text:
     text = Text(f"{plain(state['listen'])} {what}" if state.get("listen") else what)
     for line in [need for one in state.get("models") or () if (need := _need(one)) is not None][:MAX_MODELS]:
         text.append(f"\n{line}")
-    reasons = {one["endpoint"]: one for one in reversed(state["transitions"])}
+    judged = [one for one in state["transitions"] if "draining" not in {one["from"], one["to"]}]
+    reasons = {one["endpoint"]: one for one in reversed(judged)}
     ailing = [one for one in state["endpoints"] if one["health"] not in {"up", "starting"} and not one["leaving"]]
     for one in ailing[:MAX_AILING]:
         found = reasons.get(one["name"])
@@ -230,7 +240,7 @@ def decisions(recent: Sequence[Fields]) -> Table:
             Text(_route(one)),
             Text(plain(one["outcome"]), style="" if good else "red"),
             _number(one["queue_ms"]),
-            _number(one["observed"]["first_byte_ms"]),
+            _number(one["observed"]["first_byte_ms"] if one.get("stream", True) else None),
             _number(one["duration_ms"]),
         )
     return table
@@ -321,9 +331,13 @@ def _decision(made: Fields, number: int) -> Iterator[RenderableType]:
         names = [name for name in every if any(round(one["parts"].get(name) or 0.0, 1) for one in shown)]
         for name in names:
             table.add_column(plain(name).replace("_", "\n"), justify="right", no_wrap=True)
+        with_cached = any(one.get("cached_tokens") is not None for one in shown)
+        if with_cached:
+            table.add_column("cached\ntokens", justify="right", no_wrap=True)
         for one in shown:
             style = "bold green" if one["chosen"] else ""
             parts = [_tenth(one["parts"].get(name)) for name in names]
+            parts += [_number(one.get("cached_tokens"))] if with_cached else []
             table.add_row(Text(_pair(one)), _tenth(one["cost"]), *parts, style=style)
         yield table
     if count > len(shown) > 0:
