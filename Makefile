@@ -1,5 +1,5 @@
-# run: the demo on simulated servers · test: everything · check: fast, while you write · chaos: every fault, with figures
-# lock: after a change of dependencies · test-tools: a browser, promtool, nginx, HAProxy, keepalived, Redis, valgrind and
+# help: the main targets · run: the demo on simulated servers · test: everything · check: fast, while you write
+# chaos: every fault, with figures · lock: after a change of dependencies · test-tools: a browser, promtool, nginx, HAProxy, keepalived, Redis, valgrind and
 # docker-compose from Debian's packages, for tests that are skipped without them
 PYTHON ?= python3
 VENV := .venv
@@ -8,11 +8,28 @@ BIN := $(VENV)/bin
 BUILT := build/compiled
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: run test test-tools chaos soak test-real test-clients test-loadgens check format lint types lock clean compiled bench-dashboard bench-overhead profile bench-routing \
+.PHONY: run help test test-tools chaos soak test-real test-clients test-loadgens check format lint types lock clean compiled bench-dashboard bench-overhead profile bench-routing \
         bench-routing-http bench-routing-real recording night wheels wheels-check wheels-test image-test sbom
 
 run: $(VENV)/.run
 	$(BIN)/lbproxy demo
+
+help:
+	@echo 'make run                 a demo: three simulated servers and lbproxy, at http://127.0.0.1:8080'
+	@echo 'make check               formatting, lint, types and the quick tests: before every commit'
+	@echo 'make test                everything that runs without special hardware'
+	@echo 'make test-tools          programs that some tests are skipped without, by apt-get'
+	@echo 'make test-real           real vLLM servers on CPU'
+	@echo 'make test-clients        client libraries through lbproxy'
+	@echo 'make chaos               every fault, with its figures: ten minutes'
+	@echo 'make soak                half an hour of random faults'
+	@echo 'make compiled            lbproxy as it is when installed, in build/compiled'
+	@echo 'make wheels              the wheels of a release, in dist'
+	@echo 'make bench-overhead      what a request costs, beside other proxies'
+	@echo 'make bench-routing       policies on simulated fleets'
+	@echo 'make bench-routing-http  routers before simulated servers, over HTTP'
+	@echo 'make lock                the lock files anew, after a change of dependencies'
+	@echo 'make clean               removes everything that make made'
 
 # Users run lbproxy compiled, so all tests through sockets run compiled, and so do those of the balancer before a simulated
 # fleet: they take longest, and see only what it decides. Everything else runs as Python: control, config and sim/engine

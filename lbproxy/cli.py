@@ -200,6 +200,7 @@ def _add_admin_commands(commands: Subparsers) -> None:
         "status", parents=[remote], help="show the state of a running lbproxy and its endpoints"
     )
     status.add_argument("--json", action="store_true", help="the complete state, as JSON")
+    status.add_argument("--legend", action="store_true", help="say what the columns mean")
     commands.add_parser("top", parents=[remote], help="the same, live; q quits")
     drain = commands.add_parser("drain", parents=[remote], help="stop sending new requests to an endpoint")
     drain.add_argument("name", metavar="NAME", help="the endpoint's name, as in `lbproxy status`")
@@ -210,7 +211,7 @@ def _add_admin_commands(commands: Subparsers) -> None:
     for name, what in (("sleep", "put an endpoint to sleep"), ("wake", "wake an endpoint that sleeps")):
         commands.add_parser(name, parents=[remote], help=what).add_argument("name", metavar="NAME")
     explain = commands.add_parser("explain", parents=[remote], help="explain why a request went where it went")
-    explain.add_argument("id", metavar="ID", help="its x-request-id")
+    explain.add_argument("id", metavar="ID", nargs="?", help="its x-request-id (default: the last that ended)")
     explain.add_argument("--json", action="store_true", help="the complete data, as JSON")
 
 
@@ -415,7 +416,7 @@ def _remote(args: argparse.Namespace) -> int:
         client = AdminClient(args.admin, os.environ.get("LBPROXY_ADMIN_TOKEN"))
         match args.command:
             case "status":
-                return commands.status(client, console, as_json=args.json)
+                return commands.status(client, console, as_json=args.json, legend=args.legend)
             case "top":
                 return top(client, console)
             case "drain":

@@ -16,8 +16,9 @@ from typing import TypeVar
 
 T = TypeVar("T")
 NOT_COMPILED = (
-    "lbproxy is not compiled: a small request takes twice the CPU. Install a wheel for this Python and system, or its"
-    " source where there is a C compiler and Python's headers"
+    "lbproxy is not compiled: a small request takes twice the CPU. An editable install, such as that of `make run`,"
+    " never is. Install a wheel for this Python and system, or the source (`pip install .`) where there is a C"
+    " compiler and Python's headers"
 )
 COLLECT_AFTER = 5_000, 2, 1_000
 """New objects that begin a collection; how many such until one looks at their survivors, too; how many of these until

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
 from lbproxy.core.endpoints.health import Health
+from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.engines.orca import LoadReport
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.queue.stored_responses import StoredResponse
@@ -114,10 +115,20 @@ class RequestRuntime(ABC):
         """One card for each model that is served."""
 
     @abstractmethod
+    def members(self) -> Iterable[EndpointState]:
+        """All endpoints of the set, in the order of the settings."""
+
     def endpoints_of(self, model: str) -> list[tuple[Endpoint, Health]]:
         """All servers of tier 1 that list a model, whatever their health, except those that are draining: one rank of
         each.
         """
+        here = [one for one in self.members() if one.endpoint.tier == 1 and model in (one.models or ())]
+        return list({one.endpoint.url_key: (one.endpoint, one.health) for one in here if not one.draining}.values())
+
+    def count_draining(self, model: str | None) -> int:
+        """Endpoints that are draining, of those that list `model` or have not listed any."""
+        of_it = (one for one in self.members() if model is None or one.models is None or model in one.models)
+        return sum(one.draining for one in of_it)
 
     @property
     @abstractmethod

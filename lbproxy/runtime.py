@@ -21,6 +21,7 @@ from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec, EndpointUid
 from lbproxy.core.endpoints.endpoint_set import EndpointChanges
 from lbproxy.core.endpoints.hang import CHECK_S
 from lbproxy.core.endpoints.health import Health
+from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.engines.handover import Handover
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.engines.orca import LoadReport
@@ -431,10 +432,9 @@ class Runtime(RequestRuntime):
         """See RequestRuntime."""
         return self._balancer.endpoints.model_cards()
 
-    def endpoints_of(self, model: str) -> list[tuple[Endpoint, Health]]:
+    def members(self) -> Iterable[EndpointState]:
         """See RequestRuntime."""
-        here = [one for one in self.snapshot().endpoints if one.endpoint.tier == 1 and model in (one.models or ())]
-        return list({one.endpoint.url_key: (one.endpoint, one.health) for one in here if not one.draining}.values())
+        return self._balancer.endpoints.members()
 
     def snapshot(self) -> PoolSnapshot:
         """Everything, now."""

@@ -24,7 +24,7 @@ from lbproxy.cli import _parser, main
 from lbproxy.config import addresses
 from lbproxy.terminal import commands
 from lbproxy.terminal.client import AdminClient, AdminError
-from lbproxy.terminal.tables import explanation, fleet, offer, replicas, summary
+from lbproxy.terminal.tables import decisions, explanation, fleet, offer, replicas, summary, transitions
 from lbproxy.terminal.top import picture
 from tests.support.process import LBPROXY, lbproxy, mock
 
@@ -37,6 +37,7 @@ def endpoint(name: str, **more: object) -> dict[str, Any]:
         "draining": False,
         "leaving": False,
         "backing_off": False,
+        "readmitted": False,
         "share": 1.0,
         "in_flight": 3,
         "waiting": 0.0,
@@ -71,6 +72,7 @@ def state(endpoints: list[dict[str, Any]], **more: object) -> dict[str, Any]:
         "decisions": [
             {
                 "id": f"id-{n}",
+                "stream": True,
                 "endpoint": "gpu-1",
                 "outcome": "completed",
                 "status": 200,
@@ -237,9 +239,31 @@ def test_status_says_from_the_first_second_where_it_is_and_what_it_serves() -> N
         "and 6 more",
     ]
     assert "not ready" in " ".join(drawn(summary(found)))
+    drained = {"at": "", "endpoint": "gpu-1", "from": "down", "to": "draining", "reason": "an operator drained it"}
+    found["transitions"] = [drained, *found["transitions"]]
+    assert "gpu-1 is down: refused" in drawn(offer(found)), "a drain is not why"
     found["endpoints"] = [endpoint("b", models=None, health="starting")]
     assert drawn(offer(found)) == ["http://127.0.0.1:8080 no models known yet"]
     assert "0 of 1 endpoints up  starting" in " ".join(drawn(summary(found)))
+
+
+def test_status_says_what_the_load_of_a_model_needs_only_if_that_is_known() -> None:
+    """A recommendation of as many as there are, or were, is no need; and an idle model has none."""
+    model = {"model": "m\x1b", "endpoints": 3, "recommended": 1, "recommended_known": True, "waiting": 0}
+    models = [
+        model,
+        model | {"endpoints": 1, "recommended": 4},
+        model | {"endpoints": 0, "recommended": 2},
+        model | {"recommended_known": False},
+        model | {"recommended": 3},
+        model | {"recommended": 0},
+        model | {"recommended": None, "recommended_known": False},
+    ]
+    assert drawn(offer(state([endpoint("a")], models=models)))[1:] == [
+        "model m: its load needs 1 endpoint; 3 can serve it",
+        "model m: its load needs 4 endpoints; 1 can serve it",
+        "model m: its load needs 2 endpoints; none can serve it",
+    ]
 
 
 def in_ms(decision: dict[str, Any]) -> dict[str, Any]:
@@ -257,6 +281,19 @@ def test_the_summary_says_what_is_wrong() -> None:
     assert "7 waiting, the oldest for 3.2 s" in text
     assert "4.0 requests/s" in text
     assert "first byte 80 / - ms" in text
+    found["history"][0]["first_byte_ms"] = {"p50": None, "p95": None}
+    assert "0 rejected  no streams" in " ".join(drawn(summary(found), width=200))
+
+
+def test_the_first_byte_of_a_response_that_is_no_stream_is_not_shown() -> None:
+    """It is the end: beside the first bytes of streams it would look slow."""
+    recent = [one | {"stream": stream} for one, stream in zip(state([])["decisions"], (True, False), strict=False)]
+    assert [line.split()[-2] for line in drawn(decisions(recent))[1:]] == ["33", "-"]
+
+
+def test_drains_are_among_the_transitions() -> None:
+    drained = {"at": "2026-11-22T00:36:59.000Z", "endpoint": "a", "from": "up", "to": "draining", "reason": "why"}
+    assert drawn(transitions([drained])) == ["00:36:59 a is draining: why"]
 
 
 # --- The API ----------------------------------------------------------------------------------------------------------
@@ -272,9 +309,12 @@ def answering(answer: Callable[[httpx.Request], httpx.Response]) -> AdminClient:
 
 def test_a_drain_waits_for_the_last_request_or_for_the_time() -> None:
     left = [4, 4, 2, 0]
+    fleet_of = [endpoint("pool/a", draining=True), endpoint("pool/b")]
 
     def answer(request: httpx.Request) -> httpx.Response:
         assert request.headers["authorization"] == "Bearer secret"
+        if request.url.raw_path == b"/admin/endpoints":
+            return httpx.Response(200, json={"endpoints": fleet_of})
         assert request.url.raw_path.startswith(b"/admin/endpoints/pool%2Fa")
         return httpx.Response(200, json={"in_flight": left.pop(0)})
 
@@ -290,6 +330,50 @@ def test_a_drain_waits_for_the_last_request_or_for_the_time() -> None:
     assert commands.drain(answering(answer), console, "pool/a", wait=False, timeout_s=None) == 0
     left[:] = [1]
     assert commands.drain(answering(answer), console, "pool/a", wait=True, timeout_s=0.0) == 1
+    left[:], fleet_of[1]["draining"] = [0], True
+    console = Console(file=io.StringIO(), width=80)
+    assert commands.drain(answering(answer), console, "pool/a", wait=False, timeout_s=None) == 0
+    assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
+        "no endpoint takes requests for m now: they get 503 until one does",
+        "pool/a is drained",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("others", "alone"),
+    [
+        ([], ["m", "n"]),
+        ([endpoint("b", models=["n"])], ["m"]),
+        ([endpoint("b", models=["n"], draining=True)], ["m", "n"]),
+        ([endpoint("b", models=["n"], leaving=True)], ["m", "n"]),
+        ([endpoint("b", models=["n"], health="down")], ["m", "n"]),
+        ([endpoint("b", models=["n"], health="half_open")], ["m"]),
+        ([endpoint("b", models=["n"], health="ejected", readmitted=True)], ["m"]),
+        ([endpoint("b", models=["n"], health="down", sleep={"state": "asleep"})], ["m"]),
+        ([endpoint("b", models=["n"], health="down", sleep={"state": "unknown"})], ["m", "n"]),
+        ([endpoint("b", models=None)], []),
+        ([endpoint("b", models=None, health="down")], ["m", "n"]),
+    ],
+)
+def test_a_drain_says_which_models_no_other_endpoint_takes(others: list[dict[str, Any]], alone: list[str]) -> None:
+    assert commands.left_alone([endpoint("a", models=["m", "n"], draining=True), *others]) == alone
+    assert commands.left_alone([endpoint("a"), *others]) == (["n"] if others and others[0]["draining"] else [])
+
+
+def test_without_an_id_the_last_request_is_explained() -> None:
+    found = {"decisions": [{"id": "the/last"}, {"id": "before"}]}
+    asked = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.raw_path.decode())
+        return httpx.Response(200, json=found)
+
+    console = Console(file=io.StringIO(), width=80)
+    assert commands.explain(answering(answer), console, None, as_json=True) == 0
+    assert asked == ["/admin/decisions", "/admin/decisions/the%2Flast"]
+    found["decisions"] = []
+    with pytest.raises(AdminError, match="no request has ended yet"):
+        commands.explain(answering(answer), console, None, as_json=True)
 
 
 @pytest.mark.parametrize(

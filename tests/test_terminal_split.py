@@ -74,6 +74,18 @@ def decision(**more: object) -> dict[str, Any]:
     }
 
 
+def test_cached_tokens_of_each_candidate_stand_beside_its_cost() -> None:
+    made = decision()
+    assert not any("tokens" in line.split()[-1:] for line in explained(made)), "not without a prediction"
+    made["shown"] = [
+        one | {"cached_tokens": tokens} for one, tokens in zip(made["shown"], (0.0, 2458.2, None), strict=True)
+    ]
+    lines = explained(made)
+    head = next(n for n, line in enumerate(lines) if line.startswith("costs in ms"))
+    assert lines[head].endswith(" tokens")
+    assert [line.split()[-1] for line in lines[head + 1 : head + 4]] == ["0", "2,458", "-"]
+
+
 def explained(*made: dict[str, Any], **more: object) -> list[str]:
     found = {
         **request(),

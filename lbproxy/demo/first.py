@@ -6,10 +6,12 @@ With `--disaggregated` they are two prefill and two decode servers.
 from __future__ import annotations
 
 import asyncio
+import sys
 from functools import partial
 from typing import Final
 
 from lbproxy import app
+from lbproxy.config.addresses import ADMIN
 from lbproxy.config.parse import parse
 from lbproxy.demo.taken import in_options
 from lbproxy.processes.control import Text
@@ -96,6 +98,21 @@ Dashboard: {at.admin_url}/dashboard
 Metrics: curl -s {at.admin_url}/metrics"""
 
 
+def _commands(at: app.Listening) -> str:
+    """Those that show and steer it; with its address, if that is not their default."""
+    program = sys.argv[0] if sys.argv[0].endswith("lbproxy") else "lbproxy"
+    own = "" if at.admin_url == f"http://{ADMIN}" else f" --admin {at.admin_url}"
+    commands = {
+        "status": "the servers and how they are",
+        "top": "the same, live; q quits",
+        "explain": "why the last request went to its server; explain ID: any other (x-request-id)",
+        f"drain {SERVERS[1]} --wait": "no new requests for this server",
+        f"undrain {SERVERS[1]}": "requests for it again",
+    }
+    width = max(map(len, commands))
+    return "\n".join(f"    {program} {f'{one}{own}':{width + len(own)}}  # {what}" for one, what in commands.items())
+
+
 def _invitation(at: app.Listening) -> str:
     """What a first user pastes."""
     return f"""\
@@ -114,4 +131,7 @@ or, with OpenAI's SDK (.venv/bin/python has it after `make test`; else pip insta
     print(response.headers["x-lbproxy-endpoint"], "responded:", response.parse().choices[0].message.content)
 
 Dashboard: {at.admin_url}/dashboard
-Metrics: curl -s {at.admin_url}/metrics"""
+Metrics: curl -s {at.admin_url}/metrics
+The servers and lbproxy are one process; README.md shows how to kill a server. Commands for another shell:
+
+{_commands(at)}"""

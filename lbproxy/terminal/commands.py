@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 
 from rich.console import Console
 
-from lbproxy.terminal.client import AdminClient
+from lbproxy.terminal.client import AdminClient, AdminError, Fields
 from lbproxy.terminal.tables import LEGEND, explanation, fleet, offer, plain, replicas, summary, workers
 
 POLL_S = 0.25
 
 
-def status(client: AdminClient, console: Console, *, as_json: bool) -> int:
-    """The fleet, once, and what is there to know of it before any request came."""
+def status(client: AdminClient, console: Console, *, as_json: bool, legend: bool = False) -> int:
+    """The fleet, once, and what is there to know of it before any request came. `legend`: what its columns mean."""
     state = client.get("state")
     if as_json:
         console.print_json(json.dumps(state))
@@ -26,13 +27,18 @@ def status(client: AdminClient, console: Console, *, as_json: bool) -> int:
         if lines is not None:
             console.print(lines)
     console.print(fleet(state["endpoints"]))
-    console.print(LEGEND, style="dim")
+    console.print(LEGEND if legend else "`lbproxy status --legend` says what the columns mean", style="dim")
     return 0
 
 
-def explain(client: AdminClient, console: Console, request_id: str, *, as_json: bool) -> int:
-    """Why one request went where it went."""
-    found = client.get("decisions", request_id)
+def explain(client: AdminClient, console: Console, request_id: str | None, *, as_json: bool) -> int:
+    """Why one request went where it went; None: the last that ended."""
+    if request_id is None:
+        ended = client.get("decisions")["decisions"]
+        if not ended:
+            raise AdminError("no request has ended yet, or none is remembered (`explain.requests`)")
+        request_id = ended[0]["id"]
+    found = client.get("decisions", str(request_id))
     if as_json:
         console.print_json(json.dumps(found))
     else:
@@ -44,6 +50,9 @@ def drain(client: AdminClient, console: Console, name: str, *, wait: bool, timeo
     """Give an endpoint no new requests. With `wait` until it has none; 1 if the time is up before that."""
     progress = client.post("endpoints", name, "drain")
     shown = plain(name)
+    if models := left_alone(client.get("endpoints")["endpoints"]):
+        text = f"no endpoint takes requests for {', '.join(map(plain, models))} now: they get 503 until one does"
+        console.print(text, style="yellow", markup=False)
     began_at, said = time.monotonic(), None
     while True:
         left = progress["in_flight"]
@@ -58,6 +67,21 @@ def drain(client: AdminClient, console: Console, name: str, *, wait: bool, timeo
             return 1
         time.sleep(POLL_S)
         progress = client.get("endpoints", name)
+
+
+def left_alone(endpoints: Sequence[Fields]) -> list[str]:
+    """The models of draining endpoints that no other endpoint takes requests for, or can be woken for."""
+    takes = [one for one in endpoints if not (one["draining"] or one["leaving"]) and _may_serve(one)]
+    served = {model for one in takes for model in one["models"] or ()}
+    drained = dict.fromkeys(model for one in endpoints if one["draining"] for model in one["models"] or ())
+    if any(one["models"] is None for one in takes):  # it may serve any
+        return []
+    return [model for model in drained if model not in served]
+
+
+def _may_serve(one: Fields) -> bool:
+    asleep = (one.get("sleep") or {}).get("state", "awake") not in {"awake", "unknown"}
+    return one["health"] in {"up", "half_open"} or one["readmitted"] or asleep
 
 
 def set_awake(client: AdminClient, console: Console, name: str, *, awake: bool) -> int:

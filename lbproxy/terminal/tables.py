@@ -21,7 +21,14 @@ ROLES = {"prefill": "P", "decode": "D"}
 """As letters: words would not fit into 80 columns. A tier above 1 stands beside them, as a digit."""
 MAX_MODELS = 6
 MAX_AILING = 3
-HEALTH_STYLES = {"up": "green", "starting": "cyan", "half_open": "yellow", "ejected": "red", "down": "red"}
+HEALTH_STYLES = {
+    "up": "green",
+    "starting": "cyan",
+    "half_open": "yellow",
+    "draining": "yellow",
+    "ejected": "red",
+    "down": "red",
+}
 
 
 def plain(value: object) -> str:
@@ -62,7 +69,9 @@ def summary(state: Fields) -> Text:
         text.append(f"  {point['requests'] / point['seconds']:.1f} requests/s")
         text.append(f"  {point['errors']} errors", style="red" if point["errors"] else "dim")
         text.append(f"  {point['rejected']} rejected", style="yellow" if point["rejected"] else "dim")
-        text.append(f"  first byte {_number(first_byte['p50'])} / {_number(first_byte['p95'])} ms")
+        known = first_byte["p50"] is not None  # of streams, in the last seconds
+        quantiles = f"first byte {_number(first_byte['p50'])} / {_number(first_byte['p95'])} ms"
+        text.append(f"  {quantiles if known else 'no streams'}")
     return text
 
 
@@ -107,10 +116,10 @@ def offer(state: Fields) -> Text:
     more = f" and {len(models) - MAX_MODELS} more" if len(models) > MAX_MODELS else ""
     what = f"serves {listed}{more}" if models else "no models known yet"
     text = Text(f"{plain(state['listen'])} {what}" if state.get("listen") else what)
-    wanted = [one for one in state.get("models") or () if one["recommended"] not in {None, one["endpoints"]}]
-    for one in wanted[:MAX_MODELS]:
-        text.append(f"\n{_short(plain(one['model']))} has {one['endpoints']} endpoints and needs {one['recommended']}")
-    reasons = {one["endpoint"]: one for one in reversed(state["transitions"])}
+    for line in [need for one in state.get("models") or () if (need := _need(one)) is not None][:MAX_MODELS]:
+        text.append(f"\n{line}")
+    judged = [one for one in state["transitions"] if "draining" not in {one["from"], one["to"]}]
+    reasons = {one["endpoint"]: one for one in reversed(judged)}
     ailing = [one for one in state["endpoints"] if one["health"] not in {"up", "starting"} and not one["leaving"]]
     for one in ailing[:MAX_AILING]:
         found = reasons.get(one["name"])
@@ -119,6 +128,15 @@ def offer(state: Fields) -> Text:
     if len(ailing) > MAX_AILING:
         text.append(f"\nand {len(ailing) - MAX_AILING} more", style="red")
     return text
+
+
+def _need(model: Fields) -> str | None:
+    """What its load needs, if that is known and not what it has."""
+    needed, able = model["recommended"], model["endpoints"]
+    if not (model.get("recommended_known") and needed) or needed == able:
+        return None
+    many = "1 endpoint" if needed == 1 else f"{needed} endpoints"
+    return f"model {_short(plain(model['model']))}: its load needs {many}; {able or 'none'} can serve it"
 
 
 def fleet(endpoints: Sequence[Fields], limit: int | None = None) -> Table:
@@ -222,7 +240,7 @@ def decisions(recent: Sequence[Fields]) -> Table:
             Text(_route(one)),
             Text(plain(one["outcome"]), style="" if good else "red"),
             _number(one["queue_ms"]),
-            _number(one["observed"]["first_byte_ms"]),
+            _number(one["observed"]["first_byte_ms"] if one.get("stream", True) else None),
             _number(one["duration_ms"]),
         )
     return table
@@ -313,9 +331,13 @@ def _decision(made: Fields, number: int) -> Iterator[RenderableType]:
         names = [name for name in every if any(round(one["parts"].get(name) or 0.0, 1) for one in shown)]
         for name in names:
             table.add_column(plain(name).replace("_", "\n"), justify="right", no_wrap=True)
+        with_cached = any(one.get("cached_tokens") is not None for one in shown)
+        if with_cached:
+            table.add_column("cached\ntokens", justify="right", no_wrap=True)
         for one in shown:
             style = "bold green" if one["chosen"] else ""
             parts = [_tenth(one["parts"].get(name)) for name in names]
+            parts += [_number(one.get("cached_tokens"))] if with_cached else []
             table.add_row(Text(_pair(one)), _tenth(one["cost"]), *parts, style=style)
         yield table
     if count > len(shown) > 0:

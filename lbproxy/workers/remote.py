@@ -18,12 +18,12 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from typing import Any, Final, Protocol
 
 from lbproxy.config.tree import Settings
-from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
+from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.engines.orca import LoadReport
@@ -327,11 +327,9 @@ class RemoteRuntime(RequestRuntime):
         """See RequestRuntime."""
         return self.known.model_cards()
 
-    def endpoints_of(self, model: str) -> list[tuple[Endpoint, Health]]:
+    def members(self) -> Iterable[EndpointState]:
         """See RequestRuntime."""
-        here = [one for one in self.known.members() if one.endpoint.tier == 1 and not one.draining]
-        found = [one for one in here if one.models and model in one.models]
-        return list({one.endpoint.url_key: (one.endpoint, one.health) for one in found}.values())
+        return self.known.members()
 
     @property
     def block_bytes(self) -> int | None:

@@ -69,7 +69,7 @@ def test_it_shows_the_fleet_and_keeps_up_with_it(servers: list[str], tmp_path: P
                 took_ms = await tab.js(f"""new Promise((done) => {{
                     const began = performance.now();
                     const watch = setInterval(() => {{
-                        if (!({state_is("gpu-2", "draining")})) return;
+                        if (!({state_is("gpu-2", "drained")})) return;
                         clearInterval(watch);
                         done(performance.now() - began);
                     }}, 10);
@@ -192,7 +192,7 @@ def test_endpoints_are_drained_by_keyboard_and_not_the_last_by_mistake(servers: 
                 label = "document.activeElement.getAttribute('aria-label')"
                 assert await tab.js(label) == "Drain gpu-1"
                 await tab.press("Enter", 13, "\r")
-                await tab.until(state_is("gpu-1", "draining"))
+                await tab.until(state_is("gpu-1", "drained"))
                 assert await drained(client, admin, "gpu-1")
                 await tab.until(f"{label} === 'Undrain gpu-1'")  # the focus stayed where it was
                 assert "gpu-1 gets no new requests" in await tab.js("document.getElementById('message').textContent")
@@ -240,7 +240,7 @@ def test_with_a_token_the_page_asks_for_it_and_keeps_it_in_the_tab(servers: list
                 await tab.js(f"{ROW.format('gpu-1')}.querySelector('button').click()")
                 await tab.until("document.getElementById('confirm').open")
                 await tab.js("document.getElementById('confirm-yes').click()")
-                await tab.until(state_is("gpu-1", "draining"))
+                await tab.until(state_is("gpu-1", "drained"))
                 assert await tab.js("localStorage.length + document.cookie.length") == 0
                 await tab.reload()
                 await tab.until(LIVE)

@@ -4,6 +4,7 @@ The word in `<!-- test: WORD -->` above a fence:
 
 - `demo` (sh, python): run before a running `lbproxy demo`, whose addresses stand in for the documented ones; must exit
   with 0 and print something.
+- `crash` (sh): run by itself, at other ports.
 - `faults` (sh): the same before a running `lbproxy mock`.
 - `lora` (sh): before two simulated servers that take adapters, and an lbproxy that lets clients load them.
 - `sleep` (sh): before two simulated servers that share a GPU, one of them asleep.
@@ -38,6 +39,7 @@ from lbproxy.config.text import ConfigError
 from tests.support.aio import run, until
 from tests.support.docs import DOCS, PAGES, ROOT, Block, all_blocks, blocks, expect_generated, table
 from tests.support.otlp import Collector
+from tests.support.ports import free_port
 from tests.support.process import Process, lbproxy, mock
 from tests.support.saved import write_state
 from tests.support.workers import one_process
@@ -58,6 +60,7 @@ SETTINGS = [block for block in BLOCKS if block.language == "yaml" and not block.
 REFUSED = [block for block in BLOCKS if block.mark == "refused"]
 DEMO = [block for block in BLOCKS if block.mark == "demo"]
 LORA = [block for block in BLOCKS if block.mark == "lora"]
+CRASH = [block for block in BLOCKS if block.mark == "crash"]
 FAULTS = [block for block in BLOCKS if block.mark == "faults"]
 TRACES = [block for block in BLOCKS if block.mark == "traces"]
 SLEEP = [block for block in BLOCKS if block.mark == "sleep"]
@@ -70,6 +73,7 @@ def test_marks_are_known_and_used() -> None:
     known = {
         ("demo", "sh"),
         ("demo", "python"),
+        ("crash", "sh"),
         ("faults", "sh"),
         ("keys", "sh"),
         ("lora", "sh"),
@@ -144,6 +148,21 @@ def printed(language: str, text: str, folder: Path) -> str:
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip(), "it printed nothing"
     return done.stdout
+
+
+@pytest.mark.parametrize("block", CRASH, ids=str)
+def test_a_killed_server_costs_no_client_a_request(block: Block, tmp_path: Path) -> None:
+    text = block.text.replace("PATH=$PWD/.venv/bin:$PATH; ", "").replace("sleep 1", "sleep 0.1")
+    assert text != block.text
+    for port in ("8001", "8002", "8003"):
+        text = text.replace(port, str(free_port()))
+    listen, admin = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    settings = f"{{listen: '{listen}', admin: '{admin}', endpoints:"
+    text = text.replace("{endpoints:", settings).replace(LISTEN, listen).replace(ADMIN, admin)
+    said = printed("sh", text, tmp_path)
+    assert re.findall(r"^ *\d+ \d+$", said, re.MULTILINE) == [said.splitlines()[-1]]
+    assert said.split()[-2:] == ["40", "200"]
+    assert '"to":"down"' in (tmp_path / "three.log").read_text()
 
 
 @pytest.mark.parametrize("block", FAULTS, ids=str)

@@ -329,6 +329,7 @@ class Api:
                 self._steering.drain(one.endpoint.uid, draining=draining)
                 text = "endpoint %s is draining" if draining else "endpoint %s takes requests again"
                 _log(text, one.endpoint.name)
+                self._state.recent.note_drain(one.endpoint.name, one.health, draining=draining)
         return _json(drain_progress(name, self._named(request)))
 
     async def _reload(self, _: web.Request) -> web.Response:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import TypeAlias
 
+from lbproxy.control.telemetry.recent import DRAINING
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.engines.handover import Role
 from lbproxy.core.observed.learned import FULL_BY, EndpointLearned, PoolLearned
@@ -70,6 +71,7 @@ _FULL_BY = _maybe(_one_of(FULL_BY))
 _LEARNED: dict[str, Schema] = {"samples": _each(COUNT), "limit": _maybe(NUMBER), "full_by": _FULL_BY, "held": COUNT}
 _HEALTH = _one_of(one.value for one in Health)
 _WAKE = record(predicted_ms=_maybe(NUMBER), took_ms=_maybe(NUMBER))
+_STANDING = _one_of([*(one.value for one in Health), DRAINING])
 _WAIT = _one_of(one.value for one in Wait)
 
 _ERROR = record(message=TEXT, type=TEXT, param=_maybe(TEXT), code=TEXT) | {
@@ -169,6 +171,7 @@ _STATE = record(
             model=TEXT,
             endpoints=COUNT,
             recommended=_maybe(COUNT),
+            recommended_known=FLAG,
             waiting=COUNT,
             predicted_wait_s=_maybe(NUMBER),
             room=_maybe(NUMBER),
@@ -184,7 +187,7 @@ _STATE = record(
         by_reason=_each(COUNT),
     ),
     learned=_maybe(_learned(PoolLearned)),
-    transitions=_list(record(at=STAMP, endpoint=TEXT, from_=_HEALTH, to=_HEALTH, reason=TEXT)),
+    transitions=_list(record(at=STAMP, endpoint=TEXT, from_=_STANDING, to=_STANDING, reason=TEXT)),
 )
 
 _POINT = record(
@@ -203,6 +206,7 @@ _REQUEST = record(
     id=TEXT,
     at=STAMP,
     model=_maybe(TEXT),
+    stream=FLAG,
     endpoint=_maybe(TEXT),
     prefill=_maybe(TEXT),
     prefill_ms=_maybe(NUMBER),
@@ -224,7 +228,12 @@ _REQUEST = record(
 )
 
 _CANDIDATE = record(
-    endpoint=TEXT, decode_on=_maybe(TEXT), chosen=FLAG, cost=_maybe(NUMBER), parts=_each(_maybe(NUMBER))
+    endpoint=TEXT,
+    decode_on=_maybe(TEXT),
+    chosen=FLAG,
+    cost=_maybe(NUMBER),
+    parts=_each(_maybe(NUMBER)),
+    cached_tokens=_maybe(NUMBER),
 )
 
 _DECISION = record(
@@ -253,7 +262,6 @@ _EXPLAINED = _joined(
     method=TEXT,
     path=TEXT,
     route=TEXT,
-    stream=FLAG,
     client=TEXT,
     flow=_maybe(TEXT),
     error=_maybe(TEXT),

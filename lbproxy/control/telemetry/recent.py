@@ -14,7 +14,8 @@ from itertools import islice
 from typing import Final, TypeAlias
 
 from lbproxy.control.telemetry.access_line import OUTCOMES, stamp
-from lbproxy.core.endpoints.health import Transition
+from lbproxy.control.telemetry.because import because
+from lbproxy.core.endpoints.health import Health, Transition
 from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.policies.explain import Decision
@@ -35,6 +36,10 @@ REFUSED: Final = frozenset(
     }
 )
 """What the balancer says of requests that it does not place."""
+NO_FAULTS: Final = frozenset({Outcome.COMPLETED, Outcome.CLIENT_CLOSED, Outcome.CUT})
+"""Ends that the endpoint did not cause by failing: those by the client and by lbproxy's own stop are among them."""
+DRAINING: Final = "draining"
+"""Stands among the states of health in a list of transitions."""
 WAITS: Final[dict[Wait, str]] = {
     Wait.HELD: "its best endpoint was full, and others were not",
     Wait.BUSY: "every endpoint had more than a quarter of a second of queued work",
@@ -62,7 +67,8 @@ class Recent:
         self._now = now
         self._running = running
         self._kept: deque[RequestRecord] = deque(maxlen=limit)
-        self._transitions: deque[tuple[float, Transition]] = deque(maxlen=MAX_TRANSITIONS)
+        self._transitions: deque[tuple[float, str, str, str, str]] = deque(maxlen=MAX_TRANSITIONS)
+        """When, of which endpoint, from, to, why."""
 
     def reconfigure(self, limit: int) -> None:
         """Keep so many from now on: the newest stay."""
@@ -77,20 +83,21 @@ class Recent:
 
     def transition(self, transition: Transition) -> None:
         """See runtime.Sink."""
-        self._transitions.append((self._now(), transition))
+        before, after = transition.before.value, transition.after.value
+        self._transitions.append((self._now(), transition.endpoint.name, before, after, transition.reason))
+
+    def note_drain(self, endpoint: str, health: Health, *, draining: bool) -> None:
+        """An operator drained an endpoint, or ended that: no change of its health, but of what it gets."""
+        before, after = (health.value, DRAINING) if draining else (DRAINING, health.value)
+        reason = "an operator drained it" if draining else "an operator undrained it"
+        self._transitions.append((self._now(), endpoint, before, after, reason))
 
     def transitions(self) -> list[Fields]:
         """What endpoints became, the newest first."""
         offset = time.time() - self._now()
         return [
-            {
-                "at": stamp(at + offset),
-                "endpoint": one.endpoint.name,
-                "from": one.before.value,
-                "to": one.after.value,
-                "reason": one.reason,
-            }
-            for at, one in reversed(self._transitions)
+            {"at": stamp(at + offset), "endpoint": endpoint, "from": before, "to": after, "reason": reason}
+            for at, endpoint, before, after, reason in reversed(self._transitions)
         ]
 
     def requests(self, limit: int, *, endpoint: str | None = None) -> list[Fields]:
@@ -133,7 +140,7 @@ def _digest(name: str, records: list[RequestRecord]) -> Fields:
     prompts = sum(prompt for prompt, _ in known)
     return {
         "requests": len(records),
-        "failed": sum(one.outcome is not Outcome.COMPLETED for one in records),
+        "failed": sum(one.outcome not in NO_FAULTS for one in records),
         "first_byte_ms": _ms(statistics.median(first_bytes)) if first_bytes else None,
         "hit_ratio": round(sum(cached for _, cached in known) / prompts, 3) if prompts else None,
     }
@@ -164,6 +171,7 @@ def _summary(record: RequestRecord, offset: float) -> Fields:
         "id": record.id,
         "at": stamp(record.started_at + offset),
         "model": record.model,
+        "stream": record.stream,
         "endpoint": record.endpoint,
         "prefill": record.prefill,
         "prefill_ms": None if record.prefill is None or record.prefill_s is None else _ms(record.prefill_s),
@@ -182,6 +190,7 @@ def _summary(record: RequestRecord, offset: float) -> Fields:
 
 def _explained(record: RequestRecord, offset: float, now: float, *, running: bool) -> Fields:
     fields = _summary(record, offset)
+    prompt_tokens = _prompt(record)[0] or None
     if running:
         fields |= {"status": None, "outcome": None, "duration_ms": None}
         if record.placed_at is None:
@@ -191,13 +200,12 @@ def _explained(record: RequestRecord, offset: float, now: float, *, running: boo
         "method": record.method,
         "path": record.path,
         "route": record.route,
-        "stream": record.stream,
         "client": record.client,
         "flow": record.flow,
         "error": record.error,
         "waited": None if record.wait is None else _waited(record, record.wait),
         "failed": [{"endpoint": endpoint, "failure": failure} for endpoint, failure in record.failed],
-        "decisions": [_decision(one, offset) for one in record.decisions],
+        "decisions": [_decision(one, offset, prompt_tokens) for one in record.decisions],
     }
 
 
@@ -224,8 +232,9 @@ def _wake(predicted_s: float | None, took_s: float | None) -> str:
     return predicted if took_s is None else f"{predicted}, and it took {took_s:.1f} s"
 
 
-def _decision(made: Decision, offset: float) -> Fields:
-    parts = made.breakdown()
+def _decision(made: Decision, offset: float, prompt_tokens: int | None) -> Fields:
+    """`prompt_tokens`: of the request, once its usage is known."""
+    parts, cached = made.breakdown(), made.cached_tokens()
     shown: list[Fields] = [
         {
             "endpoint": one.endpoint.name,
@@ -237,6 +246,8 @@ def _decision(made: Decision, offset: float) -> Fields:
     ]
     for one, part in zip(shown, parts, strict=False):
         one["parts"] = {name: _rounded(value) for name, value in part.items()}
+    for n, one in enumerate(shown):
+        one["cached_tokens"] = _at_most(cached[n], prompt_tokens) if cached else None
     shown.sort(key=lambda one: one["cost"] if isinstance(one["cost"], float) else float("inf"))
     whole, split = made.lowest_costs
     return {
@@ -248,7 +259,7 @@ def _decision(made: Decision, offset: float) -> Fields:
         "tier": made.chosen.tier,
         "overflow": made.overflow,
         "lowest_costs": {"whole": _rounded(whole), "split": _rounded(split)},
-        "because": _because(made),
+        "because": because(made, prompt_tokens),
         "cost": _rounded(made.cost),
         "unit": made.policy.unit,
         "candidates": made.candidates,
@@ -263,26 +274,11 @@ def _partner(made: Decision, candidate: EndpointState) -> str | None:
     return None if second is None else second.endpoint.name
 
 
-def _because(made: Decision) -> str:
-    if made.cost is None:
-        return "it was the only candidate"
-    limit = min(made.costs) + made.policy.tolerance
-    if made.cost > limit:
-        return "what would cost less would begin it later"
-    alike = sum(cost <= limit for cost in made.costs)
-    if alike == 1:
-        return "it had the lowest cost"
-    many = f"{alike} or more" if alike == len(made.costs) < made.candidates else str(alike)
-    if made.policy.tolerance:
-        return f"{many} cost about the same, and it had gone longest without a request"
-    return f"{many} cost the same, and it was drawn of these"
-
-
 def _predicted(record: RequestRecord) -> Fields:
     made = record.attempt_decision
     return {
         "first_byte_ms": None if made is None else _rounded(made.first_byte_ms()),
-        "cached_tokens": _rounded(record.predicted_cached_tokens),
+        "cached_tokens": _at_most(record.predicted_cached_tokens, _prompt(record)[0] or None),
     }
 
 
@@ -299,6 +295,11 @@ def _observed(record: RequestRecord) -> Fields:
 
 def _known_ms(seconds: float | None) -> float | None:
     return None if seconds is None else _ms(seconds)
+
+
+def _at_most(cached: float | None, prompt_tokens: int | None) -> float | None:
+    """A prediction is of blocks and bytes, and may be above the prompt's own tokens."""
+    return _rounded(cached if cached is None or prompt_tokens is None else min(cached, prompt_tokens))
 
 
 def _ms(seconds: float) -> float:

@@ -51,7 +51,7 @@ class _Parts:
     """
 
     __slots__ = (
-        *("adapter", "base", "before", "cache_space", "cost"),
+        *("adapter", "base", "before", "cache_space", "cached", "cost"),
         *("decode", "prefill", "slow_down", "space_wait", "stall", "wait"),
     )
 
@@ -78,6 +78,8 @@ class _Parts:
         self.slow_down = slow_down
         self.cache_space = cache_space
         self.space_wait = space_wait
+        self.cached = -1.0
+        """Tokens of the prompt that are expected in its cache; below 0: unknown."""
         self.adapter = -1.0
         """Below 0: the request needs no adapter."""
 
@@ -163,6 +165,7 @@ class Adaptive(Policy):
             if self.explains:
                 stall, decode, slow_down = prefill * STALL * streams, per_gap * gap, per_gap * streams * slope * prompt
                 notes = _Parts(notes, cost, base, wait, prefill, stall, decode, slow_down, cache_space, space_wait)
+                notes.cached = prompt - uncached
             costs.append(cost)
             waits.append(wait)
             works.append(own)
@@ -179,13 +182,14 @@ class Adaptive(Policy):
         home = None if request.session is None else _home(pool, request.session, prompt, block * max(depths, default=0))
         space = _space_ms(pool, loads)
         least = _least_work(prompt, max([depths[load.kv.member_id] for load in loads]) * block)
-        costs, waits, works, spaces, over_ms = [], [], [], [], []
+        costs, waits, works, spaces, over_ms, known = [], [], [], [], [], []
         for load in loads:
             kv = load.kv
             cached = depths[kv.member_id] * block
             if home is not None and home.cache is kv.cache:
                 cached += pool.sessions.trust * home.unmatched_tokens(prompt, cached)
             uncached = max(1.0, prompt - cached)
+            known.append(prompt - uncached)
             works.append(work_tokens(uncached, cached))
             streams = load.work.in_flight + load.room.others.requests(now)
             waits.append(_wait_ms(load, load.backlog_tokens(now), streams, least, now))
@@ -200,6 +204,7 @@ class Adaptive(Policy):
             costs.append(base + waits[n] + prefill + cache_space + over_ms[n])
             if self.explains:
                 notes = _Parts(notes, costs[n], base, waits[n], prefill, 0.0, 0.0, 0.0, cache_space, over_ms[n])
+                notes.cached = known[n]
         return Prices(_with_adapters(costs, notes, loads, request.model, now), waits, works, notes)
 
     def price_decode(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
@@ -232,6 +237,7 @@ class Adaptive(Policy):
             cost = transfer + wait + stall + decode + slow_down + cache_space + space_wait
             if self.explains:
                 notes = _Parts(notes, cost, transfer, wait, 0.0, stall, decode, slow_down, cache_space, space_wait)
+                notes.cached = prompt - missing
             costs.append(cost)
             waits.append(wait)
             works.append(missing)
@@ -281,6 +287,11 @@ class Adaptive(Policy):
         """The terms of the module's docstring, in milliseconds, if `price` was to note them."""
         parts = _listed(cast("_Parts | None", notes))
         return [_named(parts[n]) for n in shown] if parts else []
+
+    def cached_tokens(self, notes: object, *, shown: Sequence[int]) -> list[float | None]:
+        """See Policy."""
+        parts = _listed(cast("_Parts | None", notes))
+        return [None if parts[n].cached < 0.0 else parts[n].cached for n in shown] if parts else []
 
     def noted_costs(self, notes: object) -> list[float]:
         """See Policy."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import inf
 from types import MappingProxyType
-from typing import Final
+from typing import Final, cast
 
 from lbproxy.core.endpoints.endpoint import Endpoint
 from lbproxy.core.endpoints.state import EndpointState
@@ -64,7 +64,7 @@ class Decision:
         self._costs = costs
         """None: the notes have them."""
         self.notes = notes
-        """See `Policy.explain`."""
+        """See `Policy.explain`. After `shrink`: the cached tokens of `shown`."""
         self.parts: list[dict[str, float]] | None = None
         """The parts of the costs of `shown`, if they were computed already."""
         self.unavailable = absent
@@ -131,6 +131,13 @@ class Decision:
         """For each of `shown` the parts of its cost, which add up to the cost."""
         return self._known_parts() or [{"cost": cost} for cost in self.costs]
 
+    def cached_tokens(self) -> list[float | None]:
+        """For each of `shown` the tokens of the prompt that were expected in its cache; empty: they are not known."""
+        costs = self.costs
+        if self.parts is not None:
+            return cast("list[float | None]", self.notes or [])
+        return self.policy.cached_tokens(self.notes, shown=range(len(costs)))
+
     def _known_parts(self) -> list[dict[str, float]]:
         costs = self.costs
         if self.parts is not None or not costs:
@@ -149,10 +156,11 @@ class Decision:
             self._best = self.lowest_costs
         costs = self.costs
         kept = lowest_costs(costs, self.chosen_index, MAX_SHOWN if in_full else 2)
+        cached = self.policy.cached_tokens(self.notes, shown=kept) if in_full else []
         self.parts = self.policy.explain(self.notes, shown=kept) if in_full else []
         self.shown_states = [self.shown_states[index] for index in kept]
         self._costs = [costs[index] for index in kept]
-        self.notes = None
+        self.notes = cached
 
 
 def lowest_costs(costs: Sequence[float], index: int, count: int) -> list[int]:

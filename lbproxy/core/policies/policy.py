@@ -114,6 +114,12 @@ class Policy(ABC):
         """
         return []
 
+    def cached_tokens(self, notes: object, *, shown: Sequence[int]) -> list[float | None]:
+        """Tokens of the prompt that were expected in the cache of each candidate in `shown`, from the notes of their
+        price; None: unknown. An empty list: the policy predicts none.
+        """
+        return []
+
     def noted_costs(self, notes: object) -> list[float]:
         """The costs of the price with these notes, under a policy with `notes_costs`."""
         raise NotImplementedError

@@ -238,6 +238,16 @@ class Split(Policy):
                 found[n] = {key: found[n].get(key, 0.0) + second.get(key, 0.0) for key in {**found[n], **second}}
         return [found.get(n, {}) for n in shown] if found else []
 
+    def cached_tokens(self, notes: object, *, shown: Sequence[int]) -> list[float | None]:
+        """See Policy: of a pair at its prefill endpoint."""
+        if not isinstance(notes, _Notes):
+            return self.policy.cached_tokens(notes, shown=shown)
+        found: dict[int, float | None] = {}
+        for indices, own in (notes.whole, notes.prefill):
+            if indices:
+                found.update(zip(indices, self.policy.cached_tokens(own, shown=range(len(indices))), strict=False))
+        return [found.get(n) for n in shown] if found else []
+
 
 def whole_servers(members: Sequence[EndpointState]) -> list[EndpointState]:
     """Those of `members` that serve whole requests; if none is meant to, prefill endpoints that can."""

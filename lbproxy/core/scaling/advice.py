@@ -47,6 +47,9 @@ class ModelScaling(NamedTuple):
     """That take requests now."""
     recommended: int | None
     """None: prefill and decode are apart, or nothing is learned under this policy."""
+    recommended_known: bool
+    """`recommended` follows from the load, or there was no request for a whole window. Not: nothing is known yet of
+    what the load needs, so that it is as many as there are, or were of late."""
     waiting: int
     """Requests in the queue of lbproxy."""
     predicted_wait_s: float | None
@@ -72,8 +75,8 @@ class _Group:
         self.base: frozenset[str] = frozenset()
         self.looked_at = self.listed_at = now
         self.readings = Readings()
-        self.enough: deque[tuple[float, int]] = deque()
-        """When how many endpoints were enough: falling numbers."""
+        self.enough: deque[tuple[float, int, bool]] = deque()
+        """When how many endpoints were enough, and whether that was computed: falling numbers."""
         self.busy_at = now
         """When there was demand for the last time, or the first look."""
         self.last = 1
@@ -159,40 +162,42 @@ class Advice:
         step = 1 + len(usable) // SAMPLE
         sample = usable[self._looks % step :: step]
         waiting = sum(queued.get(model, 0) for model in group.models) if queued else 0
-        recommended: int | None = None
+        recommended, known = None, False
         if learns:
             gauges = gauges_of(sample, len(usable), now)
             counts = total(self.demand.models[model] for model in group.models if model in self.demand.models)
             group.readings.look(counts, streamed, gauges, for_s)
             if gauges is not None or not usable:
-                recommended = self._recommend(group, len(usable), waiting, now)
+                recommended, known = self._recommend(group, len(usable), waiting, now)
         wait_s = room = None
         if learns and sample:
             wait_s, room = _wait_s(sample, waiting * len(sample) / len(usable), now), _room(sample, now)
         return [
-            ModelScaling(model, len(usable), recommended, queued.get(model, 0), wait_s, room)
+            ModelScaling(model, len(usable), recommended, known, queued.get(model, 0), wait_s, room)
             for model in group.base
             if model in self.demand.models
         ]
 
-    def _recommend(self, group: _Group, count: int, waiting: int, now: float) -> int:
+    def _recommend(self, group: _Group, count: int, waiting: int, now: float) -> tuple[int, bool]:
+        """How many, and whether that is computed."""
         readings, window_s = group.readings, self._window_s
         load = readings.load(waiting)
         if readings.is_busy or waiting:
             group.busy_at = now
         if now - group.busy_at > window_s:
             group.enough.clear()
-            return 0
-        enough = _enough(readings, load, count, self._target_s)
+            return 0, True
+        computed = _enough(readings, load, count, self._target_s)
+        enough = computed
         if enough is None:
             enough = max(count, 1 if count or not load.rate else group.last)
         while group.enough and group.enough[-1][1] <= enough:
             group.enough.pop()
-        group.enough.append((now, enough))
+        group.enough.append((now, enough, computed is not None))
         while group.enough[0][0] < now - window_s:
             group.enough.popleft()
-        group.last = group.enough[0][1]
-        return group.last
+        _, group.last, known = group.enough[0]
+        return group.last, known
 
 
 def _enough(readings: Readings, load: Load, count: int, target_s: float) -> int | None:

@@ -335,7 +335,7 @@ class Connection:
     def _connection_error(self, exc: Exception | None) -> UpstreamError:
         unanswered = self._framing is None and not self._buffer and not self._informational
         stale = self.reused and unanswered and self._loop.time() - self._sent_at < STALE_S
-        detail = f"{self.origin}: " + (f"connection lost: {exc}" if exc else "closed")
+        detail = f"{self.origin}: " + (f"connection lost: {exc}" if exc else "the server closed the connection")
         return UpstreamError(FailureKind.STALE if stale else FailureKind.RESET, detail)
 
     def _break(self, error: UpstreamError) -> None:

@@ -103,7 +103,7 @@ class Exchange(Lifetime):
                 if self._shared.runtime.look_for_models(lambda: self._guarded(self._place_after_look)):
                     self._enter(LOOKING)
                     return
-            self.refuse(refusal_after(self._failed, ticket, self._shared.runtime, self.record.alias))
+            self.refuse(refusal_after(self._failed, ticket, self._shared.runtime, self.record))
             return
         assert ticket.placed_at is not None
         endpoint, record = ticket.placed_on.endpoint, self.record

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
+from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.request import InferenceRequest
@@ -61,8 +62,14 @@ def is_missing(
     return placed.response_id is not None and runtime.stored(placed.response_id) is None
 
 
-def refusal_after(failed: FailedAttempts, ticket: Ticket, runtime: RequestRuntime, alias: str | None) -> LbError:
-    """The error of a request that was not placed. `alias`: what the client calls the model, if it is not its name."""
-    if ticket.outcome is Outcome.NO_ENDPOINTS and failed.last is not None and runtime.any_up():
-        return LbError(failed.last)  # a live pool failed this request
-    return refusal(ticket, alias or ticket.request.model)
+def refusal_after(failed: FailedAttempts, ticket: Ticket, runtime: RequestRuntime, record: RequestRecord) -> LbError:
+    """The error of a request that was not placed. Notes in its record how many endpoints are draining, if none is left:
+    for the log, not for the client.
+    """
+    model = ticket.request.model
+    if ticket.outcome is Outcome.NO_ENDPOINTS:
+        if failed.last is not None and runtime.any_up():
+            return LbError(failed.last)  # a live pool failed this request
+        if record.error is None and (count := runtime.count_draining(model)):
+            record.error = f"no endpoint takes this request ({count} {'is' if count == 1 else 'are'} draining)"
+    return refusal(ticket, record.alias or model)

@@ -296,7 +296,8 @@ class Relay(PayloadWatcher):
             self._enter(Stage.FINISHED)
             self._owner.relayed(error)
             return
-        self._record.error = error.detail
+        after = "" if self._scanner is None else f" after {self._events} events"
+        self._record.error = f"{error.detail}{after}"
         self.timed_out = error.kind is FailureKind.TIMEOUT
         self._break(Outcome.UPSTREAM_BROKE, _broken(self.timed_out, self._events), connection)
 

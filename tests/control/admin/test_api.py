@@ -410,7 +410,25 @@ def test_endpoints_are_judged_by_what_they_had_last() -> None:
     recent.ended([record("c", stream=False, first_byte_at=19.0)])
     recent.ended([record("d", outcome=Outcome.UPSTREAM_BROKE, first_byte_at=None)])
     recent.ended([record("e", endpoint="e2", placed_at=None)])
-    assert recent.by_endpoint() == {"e1": {"requests": 4, "failed": 1, "first_byte_ms": 500.0, "hit_ratio": 0.25}}
+    clients, ours = Outcome.CLIENT_CLOSED, Outcome.CUT
+    recent.ended([record("f", outcome=clients, first_byte_at=None), record("g", outcome=ours, first_byte_at=None)])
+    assert recent.by_endpoint() == {"e1": {"requests": 6, "failed": 1, "first_byte_ms": 500.0, "hit_ratio": 0.25}}
+
+
+def test_drains_are_among_the_transitions_once_each() -> None:
+    async def main() -> None:
+        async with site() as (made, client):
+            made.rig.bring_up()
+            for path in ("drain", "drain", "undrain", "undrain"):
+                assert (await client.post(f"/admin/endpoints/e1/{path}", headers=JSON)).status_code == 200
+            found = (await client.get("/admin/state")).json()["transitions"]
+            assert [(one["endpoint"], one["from"], one["to"], one["reason"]) for one in found[:2]] == [
+                ("e1", "draining", "up", "an operator undrained it"),
+                ("e1", "up", "draining", "an operator drained it"),
+            ]
+            assert [one["to"] for one in found].count("draining") == 1
+
+    run(main())
 
 
 def test_transitions_are_bounded() -> None:

@@ -12,7 +12,7 @@ from tests.control.telemetry.test_telemetry import read, seen, telemetry
 def test_each_model_has_one_series_of_each() -> None:
     with telemetry(seen(1, "m")) as (made, pool):
         pool.now = replace(
-            pool.now, models=[ModelScaling("m", 1, 3, 7, 0.5, 0.25), ModelScaling("n", 0, 0, 0, None, None)]
+            pool.now, models=[ModelScaling("m", 1, 3, True, 7, 0.5, 0.25), ModelScaling("n", 0, 0, True, 0, None, None)]
         )
         page = read(made)
     assert page["lbproxy_recommended_endpoints"] == {("m",): 3, ("n",): 0}
@@ -24,14 +24,14 @@ def test_each_model_has_one_series_of_each() -> None:
 
 def test_without_advice_there_is_no_sample() -> None:
     with telemetry(seen(1, "m")) as (made, pool):
-        pool.now = replace(pool.now, models=[ModelScaling("m", 1, None, 0, None, None)])
+        pool.now = replace(pool.now, models=[ModelScaling("m", 1, None, False, 0, None, None)])
         page = read(made)
     assert page.get("lbproxy_recommended_endpoints", {}) == {}
     assert page["lbproxy_model_endpoints"] == {("m",): 1}
 
 
 def test_labels_are_bounded() -> None:
-    models = [ModelScaling(f"{n:04}" + "x" * 1000, 1, 1, 0, 0.0, 1.0) for n in range(MAX_MODELS + 50)]
+    models = [ModelScaling(f"{n:04}" + "x" * 1000, 1, 1, True, 0, 0.0, 1.0) for n in range(MAX_MODELS + 50)]
     with telemetry(seen(1, "m")) as (made, pool):
         pool.now = replace(pool.now, models=models)
         series = read(made)["lbproxy_recommended_endpoints"]

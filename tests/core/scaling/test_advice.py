@@ -66,9 +66,15 @@ def test_unknown_is_what_there_is() -> None:
     pass_time(balancer, endpoints, 0.0, 20)
     one = advice(balancer)
     assert (one.endpoints, one.recommended, one.waiting, one.predicted_wait_s) == (3, 3, 0, 0.0)
+    assert not one.recommended_known
     balancer.submit(named("m"), now=20.0)
     balancer.check(now=21.0)
     assert advice(balancer).recommended == 3, "of one request nothing is learned"
+    for endpoint in endpoints:
+        balancer.drain(endpoint.uid)
+    balancer.check(now=22.0)
+    one = advice(balancer)
+    assert (one.endpoints, one.recommended, one.recommended_known) == (0, 3, False), "those that there were are no need"
 
 
 def test_a_policy_that_learns_nothing_recommends_nothing() -> None:
@@ -83,7 +89,7 @@ def test_without_demand_for_a_whole_window_it_is_none_and_with_the_first_request
     now = pass_time(balancer, endpoints, 0.0, 30, rate=2)
     assert advice(balancer).recommended == 2, "a lower number counts after the window"
     now = pass_time(balancer, endpoints, now, 2 * int(WINDOW_S) + 100)
-    assert advice(balancer).recommended == 0
+    assert (advice(balancer).recommended, advice(balancer).recommended_known) == (0, True)
     pass_time(balancer, endpoints, now, 1, rate=1)
     balancer.check(now=now + 1)
     assert (advice(balancer).recommended or 0) >= 1
@@ -100,6 +106,7 @@ def test_more_is_recommended_at_once_and_fewer_after_the_window() -> None:
     now = pass_time(balancer, endpoints, now, 40, rate=20, served_s=2.0, running=16.0)
     high = advice(balancer).recommended or 0
     assert 2 <= high <= 4
+    assert advice(balancer).recommended_known
     now = pass_time(balancer, endpoints, now, int(WINDOW_S / 2), rate=4, served_s=2.0, running=8.0)
     assert (advice(balancer).recommended or 0) >= high
     now = pass_time(balancer, endpoints, now, 3 * int(WINDOW_S), rate=4, served_s=2.0, running=8.0)

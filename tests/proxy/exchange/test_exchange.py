@@ -357,6 +357,19 @@ def test_a_dead_endpoint_is_skipped_and_counted_against() -> None:
     run(main())
 
 
+def test_a_503_of_drained_endpoints_says_so_in_the_log_alone() -> None:
+    async def main() -> None:
+        async with ScriptedEndpoint() as one, rig(one.url) as it:
+            it.runtime.drain(it.endpoints[0].uid)
+            it.tell()
+            reply = await it.ask(post())
+            assert (reply.status, code(reply)) == (503, "no_endpoints")
+            assert b"draining" not in reply.body
+            assert it.records.requests[-1].error == "no endpoint takes this request (1 is draining)"
+
+    run(main())
+
+
 def test_when_every_attempt_is_refused_the_client_gets_502_while_the_pool_counts_as_up_then_503() -> None:
     async def main() -> None:
         async with ScriptedEndpoint() as one, ScriptedEndpoint() as two:
@@ -532,7 +545,10 @@ def test_a_stream_that_breaks_never_looks_whole(cut: str, how: str) -> None:
             if tells:  # a read that holds what is malformed is not passed on
                 assert b"after %d events" % (cut != "bad chunk") in rest
             assert last(it) is Outcome.UPSTREAM_BROKE
-            assert it.records.requests[-1].error
+            error = it.records.requests[-1].error
+            assert error
+            if (cut, how) == ("after an event", "close"):
+                assert error.endswith(": the server closed the connection after 1 events")
 
     run(main())
 

@@ -8,12 +8,12 @@ const MANY = 16;  // endpoints, from which on rows are low
 const STATES = {
   __proto__: null,  // a state of any name is looked up in it
   up: ["●", "good"], starting: ["○", "info"], half_open: ["◐", "warn"], ejected: ["▲", "bad"], down: ["✕", "bad"],
-  draining: ["▽", "warn"], leaving: ["▷", "warn"],
+  draining: ["▽", "warn"], drained: ["▽", "warn"], leaving: ["▷", "warn"],
   asleep: ["☾", "info"], waking: ["◔", "info"], falling_asleep: ["◕", "info"], off: ["◌", "info"],
 };
 /** Why it is not awake; null: it is, or is just down. */
 const sleepOf = (one) => (!one.sleep || ["awake", "unknown"].includes(one.sleep.state) ? null : one.sleep.state);
-const stateOf = (one) => (one.leaving ? "leaving" : one.draining ? "draining" : sleepOf(one) ?? one.health);
+const stateOf = (one) => (one.leaving ? "leaving" : one.draining ? (one.in_flight ? "draining" : "drained") : sleepOf(one) ?? one.health);
 const isServing = (one) => one.health === "up" && !one.draining && !one.leaving && sleepOf(one) === null;
 const isBlind = (one) => one.metrics_age_s !== null && one.waiting === null && one.running === null && one.kv_utilization === null;
 const needsLook = (one) => (!isServing(one) && sleepOf(one) === null) || one.sleep?.failures > 0 || one.backing_off || one.share < 1 || isBlind(one);
@@ -22,7 +22,8 @@ function notesOf(one) {
   const notes = [];
   if (one.draining || one.leaving) {
     if (one.health !== "up") notes.push(words(one.health));
-    notes.push(one.in_flight ? `${number(one.in_flight)} still running` : "no requests");
+    if (one.in_flight) notes.push(`${number(one.in_flight)} still running`);
+    else if (one.leaving) notes.push("no requests");
   }
   if (sleepOf(one) !== null && one.sleep.left_s !== null) notes.push(`awake in about ${duration(one.sleep.left_s)}`);
   if (one.sleep?.failures) notes.push(`${count(one.sleep.failures, "failure")} in a row`);
@@ -55,7 +56,7 @@ const COLUMNS = [
   { key: "running", head: "running", group: "engine", value: (one) => one.running, hint: "requests running in the engine" },
   { key: "kv", head: "KV cache", group: "engine", value: (one) => one.kv_utilization, hint: "share of the KV cache in use" },
   { key: "requests", head: "ended", group: "recent requests", value: (one) => one.recent?.requests ?? null, hint: "of the remembered requests, those that ended there" },
-  { key: "failed", head: "failed", group: "recent requests", value: (one) => one.recent?.failed ?? null, tone: (one) => one.recent?.failed && "bad", hint: "of these, those that failed" },
+  { key: "failed", head: "failed", group: "recent requests", value: (one) => one.recent?.failed ?? null, tone: (one) => one.recent?.failed && "bad", hint: "of these, those that failed there: not those that a client ended" },
   { key: "first", head: "first byte, ms", group: "recent requests", value: (one) => one.recent?.first_byte_ms ?? null, show: figure, hint: "median time from placing to a stream's first byte" },
   { key: "hits", head: "cache hits", group: "recent requests", value: (one) => one.recent?.hit_ratio ?? null, show: percent, hint: "share of prompt tokens that the responses' usage reported as cached" },
   { key: "wait", head: "wait, ms", group: "learned", value: (one) => one.learned?.wait_ms ?? null, show: figure, hint: "time that a request placed there now waits before its prefill begins, as predicted" },

@@ -10,7 +10,7 @@ const GAP_MS = 16000;      // points come each 5 s; a line is broken where some 
 const perSecond = (name) => (point) => point[name] / point.seconds;
 const TILES = [
   { head: "Requests per second", lines: [["ended", perSecond("requests")]], value: (point) => figure(perSecond("requests")(point)) },
-  { head: "First byte", lines: [["p50", (point) => point.first_byte_ms.p50], ["p95", (point) => point.first_byte_ms.p95]], value: (point) => firstBytes(point.first_byte_ms) },
+  { head: "First byte of streams", lines: [["p50", (point) => point.first_byte_ms.p50], ["p95", (point) => point.first_byte_ms.p95]], value: (point) => firstBytes(point.first_byte_ms) },
   { head: "In flight, and waiting", lines: [["in flight", (point) => point.in_flight], ["waiting", (point) => point.waiting]],
     value: (_, frame) => `${number(frame.endpoints.reduce((sum, one) => sum + one.in_flight, 0))} / ${number(frame.queue.waiting)}` },
   { head: "Errors, refusals per second", lines: [["errors", perSecond("errors")], ["refused", perSecond("rejected")]],
@@ -18,6 +18,7 @@ const TILES = [
   { head: "Response tokens per second", lines: [["tokens", perSecond("completion_tokens")]], value: (point) => figure(perSecond("completion_tokens")(point)) },
 ];
 function firstBytes({ p50, p95 }) {
+  if (p50 === null) return "–";  // no stream began in these five seconds
   return p95 >= 1000 ? `${figure(p50 / 1000)} / ${figure(p95 / 1000)} s` : `${number(p50)} / ${number(p95)} ms`;
 }
 const SVG = "http://www.w3.org/2000/svg";
@@ -192,7 +193,7 @@ const DECISIONS = [
   { head: "outcome", show: (one) => `${isGood(one) ? "✓" : "✕"} ${words(one.outcome)}${isGood(one) ? "" : `, ${plain(one.status)}`}`, text: true },
   { head: "attempts", show: (one) => number(one.attempts) },
   { head: "waited, ms", show: (one) => figure(one.queue_ms) },
-  { head: "observed", group: "first byte, ms", show: (one) => figure(one.observed.first_byte_ms) },
+  { head: "observed", group: "first byte, ms", show: (one) => (one.stream ? figure(one.observed.first_byte_ms) : "–") },
   { head: "predicted", group: "first byte, ms", show: (one) => figure(one.predicted.first_byte_ms) },
   { head: "all", group: "prompt tokens", show: (one) => number(one.observed.prompt_tokens) },
   { head: "cached", group: "prompt tokens", show: (one) => number(one.observed.cached_tokens) },
@@ -243,7 +244,7 @@ function* explanation(found) {
   let attempt = 0;
   for (const made of found.decisions) yield* decision(made, (attempt += made.second_leg ? 0 : 1));
   if (!found.decisions.length) return;
-  const rows = [["first byte, ms", "first_byte_ms"], [`cached prompt tokens${found.observed.prompt_tokens === null ? "" : ` of ${number(found.observed.prompt_tokens)}`}`, "cached_tokens"]];
+  const rows = [[found.stream ? "first byte, ms" : "first byte, ms (non-streaming: the end)", "first_byte_ms"], [`cached prompt tokens${found.observed.prompt_tokens === null ? "" : ` of ${number(found.observed.prompt_tokens)}`}`, "cached_tokens"]];
   yield scrolled(["", "predicted", "observed"], rows.map(([head, key]) => [head, number(found.predicted[key], 1), number(found.observed[key], 1)]));
 }
 /** A candidate, or what was chosen: an endpoint, or two of which the first computes the prompt. */
@@ -256,8 +257,9 @@ function* decision(made, attempt) {
   if (made.shown.length) {
     const every = [...new Set(made.shown.flatMap((one) => Object.keys(one.parts)))];  // whole and split requests differ
     const names = every.filter((name) => made.shown.some((one) => Math.abs(one.parts[name] ?? 0) >= 0.05));
-    const rows = made.shown.map((one) => [`${one.chosen ? "✓ " : ""}${pairOf(one)}`, number(one.cost, 1), ...names.map((name) => number(one.parts[name], 1))]);
-    yield scrolled([made.unit ? `costs in ${plain(made.unit)}` : "candidate", "cost", ...names.map(words)], rows, made.shown.findIndex((one) => one.chosen));
+    const cached = made.shown.some((one) => one.cached_tokens !== null);
+    const rows = made.shown.map((one) => [`${one.chosen ? "✓ " : ""}${pairOf(one)}`, number(one.cost, 1), ...names.map((name) => number(one.parts[name], 1)), ...(cached ? [number(one.cached_tokens)] : [])]);
+    yield scrolled([made.unit ? `costs in ${plain(made.unit)}` : "candidate", "cost", ...names.map(words), ...(cached ? ["cached tokens"] : [])], rows, made.shown.findIndex((one) => one.chosen));
   }
   const more = made.candidates - made.shown.length;
   if (made.shown.length && more > 0) yield node("p", { class: "dim" }, `And ${number(more)} more, with the same or higher costs.`);
