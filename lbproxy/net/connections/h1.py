@@ -49,7 +49,7 @@ _TRAILER_LINE: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[^\x00-\x08\x0
 _LENGTH: Final = re.compile(rb"[0-9]{1,15}")
 _CRLF: Final = b"\r\n"
 _LENGTH_LINE: Final = re.compile(rb"\r\nContent-Length: ([0-9]{1,9})(?=\r\n)", re.IGNORECASE)
-_LENGTH_NAMES: Final = (b"\r\ncontent-length: ", b"\r\nContent-Length: ")
+_LENGTH_NAMES: Final = [b"\r\ncontent-length: ", b"\r\nContent-Length: "]  # a tuple is made anew at each use
 _LENGTH_DIGITS: Final = 9
 _REPORT_BEGINS: Final = b"\r\nendpoint-load-metrics: "
 _REPORT_LINE: Final = re.compile(rb"(?<=\r\n)endpoint-load-metrics: [ -~]{0,512}\r\n")

@@ -296,7 +296,7 @@ class Relay(PayloadWatcher):
             self._enter(Stage.FINISHED)
             self._owner.relayed(error)
             return
-        after = "" if self._scanner is None else f" after {self._events} events"
+        after = f" after {self._events} events" if self._scanner is not None and self._events else ""
         self._record.error = f"{error.detail}{after}"
         self.timed_out = error.kind is FailureKind.TIMEOUT
         self._break(Outcome.UPSTREAM_BROKE, _broken(self.timed_out, self._events), connection)
