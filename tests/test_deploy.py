@@ -370,13 +370,30 @@ def test_the_socket_unit_listens_where_lbproxy_does() -> None:
     assert unit(SOCKET)["FileDescriptorName"] == ["listen"]
 
 
-def test_systemd_finds_nothing_wrong_and_little_exposed(tmp_path: Path) -> None:
+DROP_IN = next(one.text for one in blocks(DOCS / "operations.md") if one.text.startswith("[Service]"))
+"""For a port below 1024, and files of root."""
+
+
+def test_the_drop_in_of_the_documents_takes_back_what_the_unit_forbids() -> None:
+    keys = {line.partition("=")[0] for line in DROP_IN.splitlines()[1:]} - {"LoadCredential"}
+    assert keys == {"AmbientCapabilities", "CapabilityBoundingSet", "PrivateUsers"}
+    assert {key: unit(UNIT)[key] for key in keys} == {
+        "AmbientCapabilities": [""],
+        "CapabilityBoundingSet": [""],
+        "PrivateUsers": ["yes"],
+    }
+
+
+@pytest.mark.parametrize("drop_in", ["", DROP_IN], ids=["the unit", "with the drop-in"])
+def test_systemd_finds_nothing_wrong_and_little_exposed(drop_in: str, tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("NOT TESTED here: no systemd-analyze on this machine")
     service = tmp_path / UNIT.name
     text = UNIT.read_text()
     service.write_text(text.replace("/opt/lbproxy/bin/lbproxy", sys.executable))
     (tmp_path / SOCKET.name).write_text(SOCKET.read_text())
+    (tmp_path / f"{UNIT.name}.d").mkdir()
+    (tmp_path / f"{UNIT.name}.d" / "override.conf").write_text(drop_in)
     for arguments in (["verify", str(service)], ["security", "--offline=true", "--threshold=20", str(service)]):
         done = subprocess.run(["systemd-analyze", *arguments], capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -67,6 +67,10 @@ ELSEWHERE = {
     ("sleep.md", "VLLM_SERVER_DEV_MODE"): "another program's; tests/control/sleeping/test_sleep_calls.py: its API",
     ("README.md", "python3 -m venv"): "tests/test_compiled.py: what of it is compiled; the rest needs a network",
     ("operations.md", "python3 -m venv /opt"): "tests/test_deploy.py: the unit; the rest needs root and systemd",
+    (
+        "operations.md",
+        "[Service]",
+    ): "tests/test_deploy.py: what it changes is in the unit; the rest needs root and systemd",
 }
 """How a block begins, and what looks at the same thing."""
 PICTURES = {
