@@ -131,7 +131,7 @@ def test_a_replay_before_simulated_servers(monkeypatch: pytest.MonkeyPatch) -> N
     assert row["summary"]["requests"] == sum(one["requests"] for one in row["kinds"].values()) > 0
     assert row["kinds"]["agents"]["hit_ratio"] > 0.5 > row["kinds"]["one-off"]["hit_ratio"]
     assert 0 < row["summary"]["hit_ratio"] < 1
-    assert row["finished"][0] == row["finished"][1] > 0
+    assert min(row["finished"]) > 0, "of the same server, but not read at the same moment"
 
 
 def row(router: str, seed: int, ttft: float, hits: float = 0.5, **more: object) -> Row:
