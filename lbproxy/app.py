@@ -54,7 +54,7 @@ from lbproxy.extras.kv_events import KvEvents, find_kv_events
 from lbproxy.extras.replication import make_replication
 from lbproxy.net.connections.pool import ConnectionPool
 from lbproxy.net.listening.bind import open_sockets
-from lbproxy.net.listening.inherit import Inherited, Legacy, hand_over
+from lbproxy.net.listening.inherit import HandedOver, Inherited, hand_over
 from lbproxy.net.listening.notify import Notifier
 from lbproxy.runtime import Runtime, logger
 
@@ -191,7 +191,7 @@ class Proxy:
         async with asyncio.TaskGroup() as tasks:
             self.tasks = tasks
             self.members = Membership(self.runtime, Watches(tasks, self._loops, self.rng))
-            self.runtime.drained |= {*inherited.drained}
+            self.runtime.drain_keys(inherited.drained)
             self.members.begin(self.discovery.endpoints())
             self._start_sources()
             await self.keeper.restore(None if self.replication is None else await self.replication.join())
@@ -441,12 +441,12 @@ class Proxy:
             self.admin.stop_accepting()
         self._handed_over.set()
 
-    async def _before_restart(self) -> Legacy:
+    async def _before_restart(self) -> HandedOver:
         await self.keeper.write_now()
         sockets: dict[str, Sequence[socket.socket]] = {"listen": self.plane.sockets or ()}
         if self.admin is not None and self.admin.listener is not None:
             sockets["admin"] = self.admin.listener.sockets
-        return Legacy(sockets, sorted(self.runtime.drained))
+        return HandedOver(sockets, sorted(self.runtime.drained))
 
     async def _stop(self, orders: Orders, tasks: asyncio.TaskGroup) -> None:
         """SIGTERM's supervisor waits for us, so `drain.deadline` counts from it; nobody waits for who handed over."""

@@ -222,7 +222,6 @@ def _run(args: argparse.Namespace) -> int:
     settings = parse_text(text, args.config)
     # What a start makes stays: to look through it for garbage again and again takes a twentieth of the start.
     gc.disable()
-    process.import_aiohttp()
     from lbproxy import app  # noqa: PLC0415 - heavy, and `--help` or a bad file need not wait for it
     from lbproxy.net.listening.inherit import own_command  # noqa: PLC0415
     from lbproxy.processes.control import Text  # noqa: PLC0415

@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import importlib
 import importlib.util
 import resource
-import ssl
 import sys
 from collections.abc import Coroutine
-from functools import partial
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -41,20 +38,6 @@ def prepare() -> None:
     """Before anything is opened."""
     _raise_descriptor_limit()
     sys.setswitchinterval(SWITCH_S)
-
-
-def import_aiohttp() -> None:
-    """Import aiohttp without what its client would read: all certificates of the system, a tenth of a start and 3 MB.
-
-    Nothing that serves uses that client: connections to endpoints have contexts of their own (net/dialing/tls.py). The
-    one that is made here checks certificates and trusts nobody, so who used it all the same would see it fail.
-    """
-    made = ssl.create_default_context
-    ssl.create_default_context = partial(ssl.SSLContext, ssl.PROTOCOL_TLS_CLIENT)
-    try:
-        importlib.import_module("aiohttp")
-    finally:
-        ssl.create_default_context = made
 
 
 def is_compiled() -> bool:

@@ -70,13 +70,12 @@ class Runtime(RequestRuntime):
         self.pulse = Pulse()  # the composition root starts it
         self._waiters: dict[int, Callable[[Ticket], None]] = {}
         """The callbacks of requests that wait, by the id() of their tickets."""
-        self._pump_due = False
+        self._pump_due = self._check_due = False
         self._timer: asyncio.TimerHandle | None = None
         self._armed_for = 0.0
         self.move_stranded: Callable[[], None] | None = None
-        self._check_due = False
         self._members: dict[EndpointUid, Endpoint] = {}
-        self.drained: set[str] = set()
+        self.drained: frozenset[str] = frozenset()
         """Keys of endpoints that an operator drained, members or not: names of the settings come and go with DNS."""
         self._model_readers: dict[str, ModelReader] = {}
         """By `url_key`."""
@@ -275,14 +274,15 @@ class Runtime(RequestRuntime):
         self._transitions.clear()
 
     def drain(self, uid: EndpointUid, *, draining: bool = True) -> None:
-        """Give an endpoint no new requests (or again); what runs there finishes. That holds for its address, also if
-        discovery loses it for a while.
-        """
+        """Give an endpoint no new requests (or again), also if discovery loses it for a while. What runs finishes."""
         self._balancer.drain(uid, draining=draining)
         if (member := self._members.get(uid)) is not None:
-            self.drained -= {member.key, member.url_key}
-            self.drained |= {member.key} if draining else set()
+            self.drained = self.drained - {member.key, member.url_key} | ({member.key} if draining else set())
         self._pump_soon()
+
+    def drain_keys(self, keys: Iterable[str]) -> None:
+        """Drain the endpoints with these keys from the moment when they join."""
+        self.drained |= {*keys}
 
     def report_models(self, uid: EndpointUid, cards: Iterable[ModelCard] | None) -> None:
         """What an endpoint says it serves; None if it cannot say."""

@@ -39,7 +39,6 @@ def main() -> None:
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     gc.disable()  # until `process.settle`: what a start makes stays
-    process.import_aiohttp()
     process.run(run())
 
 

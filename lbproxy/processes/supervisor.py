@@ -32,7 +32,7 @@ from lbproxy.control.telemetry.log import configure_logging
 from lbproxy.control.telemetry.writer import LineWriter
 from lbproxy.data_plane import listening_url
 from lbproxy.net.listening.bind import bound_port, open_sockets
-from lbproxy.net.listening.inherit import Inherited, Legacy, hand_over
+from lbproxy.net.listening.inherit import HandedOver, Inherited, hand_over
 from lbproxy.net.listening.notify import Notifier
 from lbproxy.processes.control import (
     BALANCER,
@@ -315,10 +315,10 @@ class Supervisor:
         await hand_over(orders.restart, orders.command, self._before_restart, self._notifier)
         self._handed_over.set()
 
-    async def _before_restart(self) -> Legacy:
+    async def _before_restart(self) -> HandedOver:
         if self._balancer.child is not None:
             self._balancer.child.link.send(Save())  # it is done before a process has started
-        return Legacy(self._sockets, self._text.drained)
+        return HandedOver(self._sockets, self._text.drained)
 
     async def _stop(self, orders: app.Orders) -> None:
         """Workers first: see `app.Proxy`."""

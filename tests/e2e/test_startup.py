@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -54,15 +53,3 @@ def test_help_does_not_wait_for_the_proxy() -> None:
         process.read()
         assert "aiohttp" not in loaded(process)
         assert "lbproxy.cli" in loaded(process)
-
-
-def test_certificates_of_the_system_are_not_read_for_a_client_that_nobody_uses() -> None:
-    """aiohttp would at its import. Its client then trusts nobody, rather than everybody."""
-    code = (
-        "import ssl; made = ssl.create_default_context; from lbproxy import process; process.import_aiohttp();"
-        "from aiohttp.connector import _SSL_CONTEXT_VERIFIED as one;"
-        "same = ssl.create_default_context is made;"
-        "print(one.cert_store_stats()['x509'], one.verify_mode.name, one.check_hostname, same)"
-    )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout.split() == ["0", "CERT_REQUIRED", "True", "True"]

@@ -24,7 +24,7 @@ and store a new object in every table."""
 _hash: Final = xxhash.xxh3_64_intdigest
 
 
-def hash_prompt(  # noqa: PLR0913 - all that keys depend on
+def hash_prompt(
     prompt: bytes,
     *,
     model: str | None,
@@ -32,34 +32,23 @@ def hash_prompt(  # noqa: PLR0913 - all that keys depend on
     salt: str | None = None,
     block_bytes: int = BLOCK_BYTES,
     after: tuple[BlockKey, ...] = (),
-    before: bytes = b"",
-    span: tuple[int, int] | None = None,
 ) -> tuple[BlockKey, ...]:
-    """Return one 64-bit key for each full block of a prompt, in order; a partial last block has none.
+    """Return one 64-bit key for each full block of `prompt`, in order; a partial last block has none.
 
-    The prompt is `before`, and then `prompt`, of which only `prompt[span[0]:span[1]]` counts if there is a `span`: a
-    long text need not be copied for this. `after`: the keys of what precedes all of it; they come first.
+    `after`: the keys of what precedes `prompt`; they come first.
 
     Key n is the xxh3 hash of block n with key n-1 as the seed; the first seed is made of model, adapter and cache salt.
     Equal keys mean equal prompts up to there, in the same cache. One pass, about 0.2 µs a block.
     """
-    start, end = (0, len(prompt)) if span is None else span
-    end = min(end, start + MAX_PROMPT_BYTES - len(before))
-    if len(before) + end - start < block_bytes:
+    size = min(len(prompt), MAX_PROMPT_BYTES)
+    if size < block_bytes:
         return after
     seed = _cached_seed(model, adapter) if salt is None else _seed(model, adapter, salt)
     key: BlockKey = after[-1] if after else seed
     hash_block = cast("Callable[[bytes, BlockKey], BlockKey]", _hash)
     keys: list[BlockKey] = list(after)
-    if before:  # it ends within a block, which the text completes
-        rest = min(start + -len(before) % block_bytes, end)
-        first = before + prompt[start:rest]
-        for at in range(0, len(first) - block_bytes + 1, block_bytes):
-            key = hash_block(first[at : at + block_bytes], key)
-            keys.append(key)
-        start = rest
-    for at in range(start, end - block_bytes + 1, block_bytes):
-        key = hash_block(prompt[at : at + block_bytes], key)
+    for start in range(0, size - block_bytes + 1, block_bytes):
+        key = hash_block(prompt[start : start + block_bytes], key)
         keys.append(key)
     return tuple(keys)
 

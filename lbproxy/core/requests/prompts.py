@@ -33,10 +33,6 @@ STEP_PIECES: Final = 1000
 BILLING_LINE: Final = "x-anthropic-billing-header:"
 """How a system prompt of Claude Code begins, with a value that differs from call to call. vLLM drops it (pull request
 36829). On an engine that does not, no prefix is shared whatever lbproxy does (llama.cpp issue 20623)."""
-LONG_TEXT_CHARS: Final = 4096
-"""From this length on a text is looked for in the body, instead of being copied."""
-_PROBE_CHARS: Final = 64
-_QUOTE: Final = 0x22
 _MESSAGE: Final = b"\x1e"
 _TOOLS: Final = b"\x1dtools\n"
 _VALUE: Final = b"\x1f"
@@ -45,14 +41,11 @@ _hash: Final = xxhash.xxh3_64_intdigest
 
 
 class Prompt(NamedTuple):
-    """A prompt as bytes: `before`, and then `text`, or of that what is in `span`. Both are empty if there is none."""
+    """A prompt as bytes. `text` is empty if there is none."""
 
     text: bytes
     media_tokens: int = 0
     """Estimated tokens of media; `text` has `FILLER_BYTES` for each of them."""
-    before: bytes = b""
-    span: tuple[int, int] | None = None
-    """None: all of `text`. Else `text` is the request's body, of which a long text is not copied."""
 
 
 class _Pieces:
@@ -122,15 +115,15 @@ class PromptFormat:
     def __init__(
         self,
         plan: Callable[[Mapping[str, object]], _Plan],
-        quick: Callable[[Mapping[str, object], bytes], Prompt | None] | None = None,
+        quick: Callable[[Mapping[str, object]], Prompt | None] | None = None,
     ) -> None:
         """`quick` flattens simple bodies faster, and returns None for others."""
         self._plan = plan
         self._quick = quick
 
-    def __call__(self, body: Mapping[str, object], raw: bytes = b"") -> Prompt:
-        """Flatten the prompt of a body at once. `raw`: its JSON, of which a long text need not be copied."""
-        prompt = None if self._quick is None else self._quick(body, raw)
+    def __call__(self, body: Mapping[str, object]) -> Prompt:
+        """Flatten the prompt of a body at once."""
+        prompt = None if self._quick is None else self._quick(body)
         if prompt is None:
             whole = Flattening(self._plan(body))
             whole.step(MAX_PIECES)
@@ -149,7 +142,7 @@ def _chat(body: Mapping[str, object]) -> _Plan:
     return [*_tools(body.get("tools")), (_add_message, _listed(body.get("messages")))]
 
 
-def _quick_chat(body: Mapping[str, object], raw: bytes) -> Prompt | None:
+def _quick_chat(body: Mapping[str, object]) -> Prompt | None:
     """The prompt of a short list of messages that have only a role and a text, as most do. Takes half the time."""
     messages = body.get("messages")
     if type(messages) is not list or len(messages) > FEW_MESSAGES or "tools" in body:
@@ -162,28 +155,8 @@ def _quick_chat(body: Mapping[str, object], raw: bytes) -> Prompt | None:
         if type(role) is not str or type(content) is not str:
             return None
         texts += ("\x1e", role, "\n", content)
-    span = _find_verbatim(texts[-1], raw) if texts and len(texts[-1]) >= LONG_TEXT_CHARS else None
-    if span is not None:
-        return Prompt(raw, 0, "".join(texts[:-1]).encode("utf-8", "surrogatepass"), span)
     text = "".join(texts).encode("utf-8", "surrogatepass")
     return Prompt(text if len(text) <= MAX_PROMPT_BYTES else text[:MAX_PROMPT_BYTES])  # a slice is a copy
-
-
-def _find_verbatim(text: str, raw: bytes) -> tuple[int, int] | None:
-    """Where in its JSON a long text is, byte for byte; None if it is not ASCII, or the JSON has escapes. Saves two
-    copies.
-
-    Without escapes each quotation mark begins or ends a string. So what is found is a string of the same length that
-    begins and ends alike: this one, unless somebody sends two such texts, which makes a wrong prediction.
-    """
-    if not text.isascii() or raw.find(b"\\") >= 0:
-        return None
-    last = text[-_PROBE_CHARS:].encode("ascii")
-    end = raw.rfind(last + b'"') + len(last)
-    start = end - len(text)
-    if start < 1 or raw[start - 1] != _QUOTE or not raw.startswith(text[:_PROBE_CHARS].encode("ascii"), start):
-        return None
-    return start, end
 
 
 def _messages(body: Mapping[str, object]) -> _Plan:

@@ -42,7 +42,7 @@ MAX_DRAINED_BYTES = 64 << 10
 """The system allows 128 KiB for a variable."""
 
 
-class Legacy(NamedTuple):
+class HandedOver(NamedTuple):
     """What a successor gets."""
 
     sockets: Sockets
@@ -197,7 +197,10 @@ class _Child(NamedTuple):
 
 
 async def hand_over(
-    asked: asyncio.Event, command: Sequence[str] | None, prepare: Callable[[], Awaitable[Legacy]], notifier: Notifier
+    asked: asyncio.Event,
+    command: Sequence[str] | None,
+    prepare: Callable[[], Awaitable[HandedOver]],
+    notifier: Notifier,
 ) -> None:
     """Start a successor whenever `asked` is set, and return once one accepts connections. The caller then accepts none.
 
@@ -210,9 +213,9 @@ async def hand_over(
         if command is None:
             continue
         logger.info("restarting: the new process is %s", " ".join(command), extra={"event": "restart"})
-        legacy = await prepare()
+        handed = await prepare()
         try:
-            pid = await start_successor(command, legacy)
+            pid = await start_successor(command, handed)
         except OSError as error:
             logger.error("the new process cannot be started, so we continue: %s", error, extra={"event": "restart"})
             continue
@@ -224,12 +227,12 @@ async def hand_over(
         return
 
 
-async def start_successor(command: Sequence[str], legacy: Legacy) -> int | None:
+async def start_successor(command: Sequence[str], handed: HandedOver) -> int | None:
     """Run `command` with what is handed over, and wait until it accepts.
 
     Returns its pid; None if it did not accept, and then it was killed. Raises OSError if it cannot be started at all.
     """
-    child = _spawn(command, legacy)
+    child = _spawn(command, handed)
     try:
         message = await _read_ready(child.ready_fd)
     except BaseException:
@@ -260,9 +263,9 @@ async def _read_ready(fd: int) -> bytes:
         loop.remove_reader(fd)
 
 
-def _spawn(command: Sequence[str], legacy: Legacy) -> _Child:
+def _spawn(command: Sequence[str], handed: HandedOver) -> _Child:
     """Use posix_spawn, not fork: this process has threads."""
-    sockets = [(key, sock) for key, listening in legacy.sockets.items() for sock in listening]
+    sockets = [(key, sock) for key, listening in handed.sockets.items() for sock in listening]
     reading, writing = os.pipe()
     moved = [
         fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _TEMPORARY_FD) for fd in (*(s.fileno() for _, s in sockets), writing)
@@ -273,7 +276,7 @@ def _spawn(command: Sequence[str], legacy: Legacy) -> _Child:
         "LISTEN_FDNAMES": ":".join(name for name, _ in sockets),
         "LBPROXY_PREDECESSOR": str(os.getpid()),
         "LBPROXY_READY_FD": str(FIRST_FD + len(sockets)),
-        "LBPROXY_DRAINED": _lines(legacy.drained),
+        "LBPROXY_DRAINED": _lines(handed.drained),
     }
     try:
         actions = [(os.POSIX_SPAWN_DUP2, fd, FIRST_FD + index) for index, fd in enumerate(moved)]

@@ -65,10 +65,7 @@ class Reading:
         if large is None:
             facts, request = self.read(request, record)
             flatten = request.route.flatten
-            if flatten is None or self._runtime.block_bytes is None:
-                prompt = None
-            else:
-                prompt = flatten(facts.fields, request.body)
+            prompt = None if flatten is None or self._runtime.block_bytes is None else flatten(facts.fields)
         else:
             facts, prompt = large
         record.model, record.stream = facts.model, facts.stream
@@ -116,22 +113,14 @@ class Reading:
         if request.route.flatten is None or not request.route.is_common or "store" in read:
             response_id, stores = _storage(request, read)
         if block_bytes is not None and prompt is not None:
-            text, media_tokens, before_text, span = prompt
-            prompt_bytes = len(text) if span is None else len(before_text) + span[1] - span[0]
+            text, media_tokens = prompt
+            prompt_bytes = len(text)
             before = None if response_id is None else self._runtime.stored(response_id)
             after = () if before is None else before.block_keys
             if prompt_bytes >= block_bytes or after:
                 if is_large:
                     prompt_bytes += omitted_bytes(text, len(request.body))
-                keys = hash_prompt(
-                    text,
-                    model=model,
-                    salt=cache_salt,
-                    block_bytes=block_bytes,
-                    after=after,
-                    before=before_text,
-                    span=span,
-                )
+                keys = hash_prompt(text, model=model, salt=cache_salt, block_bytes=block_bytes, after=after)
             if before is not None:
                 prompt_bytes += before.prompt_bytes
         record.flow = flow = self._flow_rules.flow_of(record.key, fields.flow)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from lbproxy.core.requests.prompt_keys import hash_prompt
 
 
@@ -49,16 +47,3 @@ def test_a_prompt_that_goes_on_has_the_keys_of_what_went_before() -> None:
     assert len(both) == len(first) + 2
     assert hash_prompt(b"b", model="m", after=first) == first
     assert hash_prompt(b"b" * 2048, model="m")[0] not in both
-
-
-@pytest.mark.parametrize("block_bytes", [7, 64, 1024])
-@pytest.mark.parametrize("before", [b"", b"u", b"b" * 63, b"b" * 64, b"b" * 3000])
-def test_keys_are_the_same_where_the_text_is_a_part_of_a_body(before: bytes, block_bytes: int) -> None:
-    """A long text is not copied to be hashed."""
-    for size in (0, 1, 63, 1000, 5000):
-        text = bytes(n % 251 for n in range(size))
-        body, start = b'{"x":"' + text + b'"}', len(b'{"x":"')
-        parts = hash_prompt(
-            body, model="m", block_bytes=block_bytes, before=before, span=(start, start + size), after=(5,)
-        )
-        assert parts == hash_prompt(before + text, model="m", block_bytes=block_bytes, after=(5,))

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from lbproxy.core.requests import prompts
 from lbproxy.core.requests.media import FILLER_BYTES, IMAGE_TOKENS
 from lbproxy.core.requests.prompts import (
-    LONG_TEXT_CHARS,
-    Prompt,
     PromptFormat,
     chat_prompt,
     completion_prompt,
@@ -326,43 +324,3 @@ def test_documents_of_text_are_text_and_others_count_by_their_bytes() -> None:
     assert made.media_tokens == 300
     assert chat_prompt({"messages": [{"role": "user", "content": [audio]}]}).media_tokens == 300
     assert responses_prompt({"input": [{"role": "user", "content": [file]}]}).media_tokens == 300
-
-
-TEXTS = st.builds(
-    lambda alphabet, size, last: (alphabet * size)[:size] + last,
-    st.sampled_from(["abc ", 'a"', "a\\", "é", "{}[],:"]),
-    st.sampled_from([0, 100, LONG_TEXT_CHARS, LONG_TEXT_CHARS + 700]),
-    st.text(max_size=3),
-)
-
-
-@given(
-    messages=st.lists(st.fixed_dictionaries({"role": st.sampled_from(["user", "é"]), "content": TEXTS}), max_size=3),
-    more=st.dictionaries(st.text(max_size=3), TEXTS, max_size=2),
-    ensure_ascii=st.booleans(),
-    content_first=st.booleans(),
-)
-def test_a_long_text_is_the_same_prompt_in_its_body(
-    messages: list[dict[str, str]], more: dict[str, str], *, ensure_ascii: bool, content_first: bool
-) -> None:
-    """It is not copied out of it, wherever it is, and whatever else there is."""
-    listed = [dict(sorted(message.items(), reverse=not content_first)) for message in messages]
-    raw = json.dumps({"messages": listed, **more}, ensure_ascii=ensure_ascii).encode("utf-8", "surrogatepass")
-    body = json.loads(raw)
-    assert _all_of(chat_prompt(body, raw)) == chat_prompt(body).text
-
-
-def test_a_long_plain_text_is_not_copied() -> None:
-    raw = json.dumps({"messages": [{"role": "user", "content": "a word or " * 3000}], "stream": True}).encode()
-    assert chat_prompt(json.loads(raw), raw).text is raw
-
-
-@pytest.mark.parametrize("bad", [b"", b"{}", b'"', b"a word or " * 2000, b'"' + b"a word or " * 2000, b'\\"'])
-def test_a_text_that_is_not_in_the_body_is_copied(bad: bytes) -> None:
-    body = {"messages": [{"role": "user", "content": "a word or " * 1000}]}
-    assert chat_prompt(body, bad) == chat_prompt(body)
-
-
-def _all_of(prompt: Prompt) -> bytes:
-    start, end = prompt.span or (0, len(prompt.text))
-    return prompt.before + prompt.text[start:end]
