@@ -30,7 +30,7 @@ PAGE = Path(__file__).parent / "DISAGGREGATION.md"
 GOOD_TTFT_S: Final = 2.0
 GOOD_TPOT_S: Final = 0.025
 WARM_UP_S: Final = 20.0
-REQUESTS: Final = 300
+REQUESTS: Final = 1600
 """About so many count."""
 DRAIN_S: Final = 20.0
 """After the last arrival; what has no first token then is late, and what has not ended is no good request."""

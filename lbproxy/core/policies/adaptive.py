@@ -28,10 +28,11 @@ from lbproxy.core.requests.request import InferenceRequest
 
 STALL: Final = 0.17
 """The share of a prefill's time by which each stream on the endpoint is delayed (chunked prefill shares the step)."""
-APART_STALL: Final = 1.0
-"""`STALL` where prefill and decode are apart (docs/decisions/0042). While a prompt is computed, each stream there gets
-a token a step of 8,192 tokens instead of one every 15 ms: it is delayed by nearly all of the prefill's time. That
-counts in full, as servers are kept for decode alone for the sake of the streams."""
+APART_STALL_MS: Final = 1000.0
+"""Where prefill and decode are apart, a prefill of this length delays each stream there by all of its time, others in
+proportion to their length (docs/decisions/0042). While a prompt is computed, a stream gets a token a step of 8,192
+tokens instead of one every 15 ms: tokens of a response hide a short delay, and a long one shows in its time per token.
+Servers are kept for decode alone for the sake of the streams."""
 STEPS: Final = 2.0
 """The inter-token gaps after which the first prefill shows progress: the running step ends, and its own ends."""
 DECODE: Final = 0.07
@@ -225,7 +226,7 @@ class Adaptive(Policy):
             transfer = pool.transfer.ms(missing, pool.token_ms)
             streams = there.in_flight + load.room.others.requests(now)
             wait = load.room.slots.wait_ms(streams + load.room.reservations.count, now)
-            stall = APART_STALL * load.prefill_ms(now)
+            stall = load.prefill_ms(now)
             gap, slope = speed.gap_ms, speed.gap_per_token_ms
             if speed.gap_until <= now:
                 gap, slope = pool.gap_ms, pool.gap_per_token_ms
@@ -244,12 +245,13 @@ class Adaptive(Policy):
         return Prices(_with_adapters(costs, notes, loads, request.model, now), waits, works, notes)
 
     def stalls_ms(self, candidates: Sequence[EndpointState], works: Sequence[float], *, now: float) -> list[float]:
-        """See Policy: what `APART_STALL` adds to `STALL`."""
+        """See Policy: what `APART_STALL_MS` adds to `STALL`."""
         found = []
         for state, work in zip(candidates, works, strict=True):
             load = state.load
             streams = load.work.in_flight + load.room.others.requests(now)
-            found.append((APART_STALL - STALL) * streams * load.speed.prefill_ms(work))
+            own = load.speed.prefill_ms(work)
+            found.append(max(own / APART_STALL_MS - STALL, 0.0) * streams * own)
         return found
 
     def _price_opaque(self, request: InferenceRequest, loads: list[LoadModel], now: float) -> Prices:

@@ -105,13 +105,14 @@ def test_a_prompt_in_full_caches_costs_no_more_if_it_is_split() -> None:
     assert serve(balancer, prompt(16_384, 90_000), 2.0) == ["p1", "d2"]
 
 
-def test_a_stall_of_streams_counts_in_full() -> None:
-    """A short wait for prefill is better than two streams that stop for as long as the prompt takes."""
+@pytest.mark.parametrize(("tokens", "streams", "route"), [(1024, 6, ["d2"]), (8192, 2, ["p1", "d2"])])
+def test_a_long_stall_of_streams_weighs_more_than_short_ones(tokens: int, streams: int, route: list[str]) -> None:
+    """A wait for prefill is better than two streams that stop for long; a short stop, a response's tokens hide."""
     balancer, _ = apart("pd", split="always")
     assert name_of(balancer.submit(prompt(2304, 7000), now=1.5)) == "p1"
     balancer.reconfigure(make_policy(RoutingSettings()), BalancingSettings(), now=1.5)
-    busy(balancer, streams=2)
-    assert serve(balancer, prompt(8192), 1.5) == ["p1", "d2"]
+    busy(balancer, streams=streams)
+    assert serve(balancer, prompt(tokens), 1.5) == route
 
 
 def test_a_second_leg_avoids_prompts_that_are_computed_where_others_decode() -> None:
