@@ -30,9 +30,9 @@ STALL: Final = 0.17
 """The share of a prefill's time by which each stream on the endpoint is delayed (chunked prefill shares the step)."""
 APART_STALL_MS: Final = 1000.0
 """Where prefill and decode are apart, a prefill of this length delays each stream there by all of its time, others in
-proportion to their length (docs/decisions/0042). While a prompt is computed, a stream gets a token a step of 8,192
-tokens instead of one every 15 ms: tokens of a response hide a short delay, and a long one shows in its time per token.
-Servers are kept for decode alone for the sake of the streams."""
+proportion to their length, `STALL` at least (docs/decisions/0042). While a prompt is computed, a stream gets a token a
+step of 8,192 tokens instead of one every 15 ms: tokens of a response hide a short delay, and a long one shows in its
+time per token. Servers are kept for decode alone for the sake of the streams."""
 STEPS: Final = 2.0
 """The inter-token gaps after which the first prefill shows progress: the running step ends, and its own ends."""
 DECODE: Final = 0.07
