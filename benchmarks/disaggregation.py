@@ -5,6 +5,9 @@ way to part them and load: goodput and latencies under each rule of `routing.spl
 nothing is learned yet.
 
     python -m benchmarks.disaggregation --mooncake conversation_trace.jsonl     # writes DISAGGREGATION.md
+
+Two hours on one core. Each run is kept as it ends (results/disaggregation.jsonl): `--resume` does those that are not
+there, and `--render` writes the page of what there is.
 """
 
 from __future__ import annotations
@@ -13,11 +16,13 @@ import argparse
 import multiprocessing
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Final, NamedTuple
+
+import orjson
 
 from lbproxy import __version__
 from lbproxy.config.scenario import Scenario
@@ -27,6 +32,8 @@ from lbproxy.sim.fleet.fleet import Served
 from lbproxy.sim_cli import Run, fleet_of, runs_of, workload_of
 
 PAGE = Path(__file__).parent / "DISAGGREGATION.md"
+KEPT = Path(__file__).parent / "results" / "disaggregation.jsonl"
+"""A line a run."""
 GOOD_TTFT_S: Final = 2.0
 GOOD_TPOT_S: Final = 0.025
 WARM_UP_S: Final = 20.0
@@ -183,22 +190,56 @@ def mean(found: Sequence[Figures]) -> Figures:
 Results = Mapping[tuple[Cell, object], Figures]
 
 
-def measure_all(only: str, seeds: int, trace: str | None, processes: int) -> Results:
-    """Every rule in every cell."""
+def key_of(cell: Cell, rule: object, seed: int) -> str:
+    """The name of a run."""
+    return f"{cell.workload} {cell.load:g} {cell.prefill}:{cell.decode} {rule} {seed}"
+
+
+def kept_runs(file: Path) -> dict[str, Figures]:
+    """Those that were done, by their names."""
+    lines = file.read_bytes().splitlines() if file.exists() else []
+    return {one.pop("run"): Figures(**one) for one in map(orjson.loads, lines)}
+
+
+def forget(only: str, file: Path) -> None:
+    """Remove the runs of these workloads."""
+    lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
+    file.write_bytes(b"".join(line for line in lines if not orjson.loads(line)["run"].startswith(only)))
+
+
+def measure_all(only: str, seeds: int, trace: str | None, processes: int, file: Path) -> None:
+    """Every rule in every cell, as far as `file` does not have it; each run is appended there."""
+    kept = kept_runs(file)
     lines = None if trace is None else Path(trace).read_text("utf-8").splitlines()
-    runs: list[tuple[tuple[Cell, object], Run]] = []
+    runs: dict[str, tuple[Cell, Run]] = {}
     for cell in cells(only):
         for rule in rules_of(cell):
             replays = WORKLOADS[cell.workload].name == "mooncake"
             made = runs_of(scenario(cell, rule, seeds, trace), source=cell.workload, trace=lines if replays else None)
-            runs += [((cell, rule), run) for run in made]
-    found: dict[tuple[Cell, object], list[Figures]] = {}
-    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        futures = [pool.submit(measure, cell, run) for (cell, _), run in runs]
-        for (key, _), future in zip(runs, futures, strict=True):
-            found.setdefault(key, []).append(future.result())
-            print(*key, future.result(), file=sys.stderr, flush=True)
-    return {key: mean(each) for key, each in found.items()}
+            runs |= {key_of(cell, rule, seed): (cell, run) for seed, run in enumerate(made, 1)}
+    with (
+        file.open("ab", buffering=0) as out,
+        ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool,
+    ):
+        futures = {pool.submit(measure, *run): name for name, run in runs.items() if name not in kept}
+        for future in as_completed(futures):
+            line = orjson.dumps({"run": futures[future], **future.result()._asdict()}, option=orjson.OPT_APPEND_NEWLINE)
+            out.write(line)
+            print(line.decode(), end="", file=sys.stderr, flush=True)
+
+
+def found_in(file: Path, only: str, seeds: int) -> Results:
+    """The means over the seeds.
+
+    Raises:
+        KeyError: a run is missing.
+    """
+    kept = kept_runs(file)
+    return {
+        (cell, rule): mean([kept[key_of(cell, rule, seed)] for seed in range(1, seeds + 1)])
+        for cell in cells(only)
+        for rule in rules_of(cell)
+    }
 
 
 # The page
@@ -268,13 +309,18 @@ caches are transferred in 2 ms and 8 µs a token.
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=2, metavar="N")
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="default: 3")
     parser.add_argument("--processes", type=int, default=2, metavar="N")
     parser.add_argument("--mooncake", metavar="FILE", help="Mooncake's conversation_trace.jsonl")
     parser.add_argument("--only", default="", metavar="WORKLOAD", help="how its name begins; the page is printed then")
+    parser.add_argument("--resume", action="store_true", help="keep the runs that there are")
+    parser.add_argument("--render", action="store_true", help="run nothing; write the page of what there is")
     args = parser.parse_args()
-    results = measure_all(args.only, args.seeds, args.mooncake, args.processes)
-    text = page(results, args.seeds, args.mooncake is not None)
+    if not (args.resume or args.render):
+        forget(args.only, KEPT)
+    if not args.render:
+        measure_all(args.only, args.seeds, args.mooncake, args.processes, KEPT)
+    text = page(found_in(KEPT, args.only, args.seeds), args.seeds, args.mooncake is not None)
     if args.only:
         print(text)
     else:

@@ -10,10 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from math import inf
-from typing import Final, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 
 from lbproxy.config.tree import Settings
 from lbproxy.core.balancer import Balancer
@@ -37,24 +35,11 @@ from lbproxy.core.requests.openai import ModelCard
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.core.requests.retry import FailureKind, UpstreamError, Verdict
+from lbproxy.model_look import ByAddress, ModelLook, ModelReader
 from lbproxy.pulse import Pulse
 from lbproxy.request_runtime import RequestRuntime
 
 logger = logging.getLogger("lbproxy")
-LOOK_S: Final = 2.0
-"""What a request waits at most for endpoints to say whether they have its model."""
-LOOK_AGAIN_S: Final = 5.0
-"""Between two such looks, whichever models are asked for."""
-
-
-class ModelReader(Protocol):
-    """Asks one endpoint for its models, and reports them."""
-
-    async def refresh_models(self) -> None:
-        """Now. Bounded in time; raises nothing."""
-
-    def doubt_models(self) -> None:
-        """Soon."""
 
 
 class Runtime(RequestRuntime):
@@ -70,24 +55,18 @@ class Runtime(RequestRuntime):
         self.pulse = Pulse()  # the composition root starts it
         self._waiters: dict[int, Callable[[Ticket], None]] = {}
         """The callbacks of requests that wait, by the id() of their tickets."""
-        self._pump_due = self._check_due = False
+        self._pump_due = False
+        self._check_due = False
         self._timer: asyncio.TimerHandle | None = None
         self._armed_for = 0.0
         self.move_stranded: Callable[[], None] | None = None
         self._members: dict[EndpointUid, Endpoint] = {}
         self.drained: frozenset[str] = frozenset()
         """Keys of endpoints that an operator drained, members or not: names of the settings come and go with DNS."""
-        self._model_readers: dict[str, ModelReader] = {}
-        """By `url_key`."""
-        self._look_ends: asyncio.TimerHandle | None = None
-        """All endpoints are being asked for their models, as a request names a model that none listed."""
-        self._looked_at = -inf
-        self._unheard: set[EndpointUid] = set()
-        """Those of them that did not say yet."""
-        self._lookers: list[Callable[[], None]] = []
-        """To be called when that is over."""
-        self._wakers: dict[str, Callable[[], None]] = {}
-        """Scrapers by `url_key`, to be called when their endpoints come up."""
+        self._model_look = ModelLook(self.loop, self.now)
+        self._model_readers = ByAddress[ModelReader]()
+        self._wakers = ByAddress[Callable[[], None]]()
+        """Of scrapers, to be called when their endpoints come up."""
         self._ended: list[RequestRecord] = []
         """What the sinks are told of at the end of this turn of the loop."""
 
@@ -269,8 +248,8 @@ class Runtime(RequestRuntime):
                 self.loop.call_soon(self.check)
             elif transition.before in {Health.EJECTED, Health.DOWN}:  # it may have been started anew
                 self.doubt_models(transition.endpoint.uid)
-            if transition.after is Health.UP and (wake := self._wakers.get(transition.endpoint.url_key)) is not None:
-                wake()
+            if transition.after is Health.UP:
+                self._wake_scraper(transition.endpoint)
         self._transitions.clear()
 
     def drain(self, uid: EndpointUid, *, draining: bool = True) -> None:
@@ -287,9 +266,7 @@ class Runtime(RequestRuntime):
     def report_models(self, uid: EndpointUid, cards: Iterable[ModelCard] | None) -> None:
         """What an endpoint says it serves; None if it cannot say."""
         self._balancer.report_models(uid, cards)
-        self._unheard.difference_update(self.ranks(uid))
-        if self._look_ends is not None and not self._unheard:
-            self._end_look()
+        self._model_look.heard(self.ranks(uid))
         self._pump_soon()
 
     def report_role(self, uid: EndpointUid, handover: Handover) -> None:
@@ -308,15 +285,9 @@ class Runtime(RequestRuntime):
                 self._balancer.report_slots(rank, said.slots)
         self._pump_soon()
 
-    @contextmanager
-    def reads_models(self, url: str, reader: ModelReader) -> Iterator[None]:
+    def reads_models(self, url: str, reader: ModelReader) -> AbstractContextManager[None]:
         """Meanwhile `reader` asks an endpoint for its models. `url`: of the endpoint, which may have left the set."""
-        self._model_readers[url] = reader
-        try:
-            yield
-        finally:
-            if self._model_readers.get(url) is reader:
-                del self._model_readers[url]
+        return self._model_readers.kept(url, reader)
 
     def _reader_of(self, uid: EndpointUid) -> ModelReader | None:
         member = self._members.get(uid)
@@ -332,43 +303,27 @@ class Runtime(RequestRuntime):
         if (reader := self._reader_of(uid)) is not None:
             reader.doubt_models()
         if (member := self._members.get(uid)) is not None and member.rank is not None:
-            self._wakers.get(member.url_key, lambda: None)()  # the server may have other ranks now
+            self._wake_scraper(member)  # the server may have other ranks now
 
     def look_for_models(self, looked: Callable[[], None]) -> bool:
-        """See RequestRuntime. At most once in `LOOK_AGAIN_S`, for `LOOK_S` at most. Many random names cost no more than
-        one.
-        """
-        if self._look_ends is None:
-            if self.now() < self._looked_at + LOOK_AGAIN_S:
-                return False
+        """See RequestRuntime and ModelLook."""
+        look = self._model_look
+        if look.may_begin:
             members = self._members.values()
-            self._unheard = {one.uid for one in members if one.models is None and self.health(one.uid) is Health.UP}
-            if not self._unheard:
-                return False
-            self._looked_at = self.now()
-            self._look_ends = self.loop.call_later(LOOK_S, self._end_look)
-            for uid in self._unheard:
+            asked = [one.uid for one in members if one.models is None and self.health(one.uid) is Health.UP]
+            if asked:
+                look.begin(asked)
+            for uid in asked:
                 self.doubt_models(uid)
-        self._lookers.append(looked)
-        return True
+        return look.join(looked)
 
-    def _end_look(self) -> None:
-        if self._look_ends is not None:
-            self._look_ends.cancel()
-            self._look_ends = None
-        lookers, self._lookers = self._lookers, []
-        for looked in lookers:
-            looked()
-
-    @contextmanager
-    def wakes_scraper(self, endpoint: Endpoint, wake: Callable[[], None]) -> Iterator[None]:
+    def wakes_scraper(self, endpoint: Endpoint, wake: Callable[[], None]) -> AbstractContextManager[None]:
         """Meanwhile `wake` is called when this endpoint comes up: its metrics are wanted at once."""
-        self._wakers[endpoint.url_key] = wake
-        try:
-            yield
-        finally:
-            if self._wakers.get(endpoint.url_key) is wake:
-                del self._wakers[endpoint.url_key]
+        return self._wakers.kept(endpoint.url_key, wake)
+
+    def _wake_scraper(self, endpoint: Endpoint) -> None:
+        if (wake := self._wakers.get(endpoint.url_key)) is not None:
+            wake()
 
     def scrape_sent(self, uid: EndpointUid) -> None:
         """A scrape leaves now."""

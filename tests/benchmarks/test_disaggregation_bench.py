@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import orjson
 import pytest
 
 from benchmarks.disaggregation import (
@@ -13,6 +16,9 @@ from benchmarks.disaggregation import (
     against_best,
     cells,
     figures_of,
+    forget,
+    found_in,
+    key_of,
     page,
     rules_of,
     scenario,
@@ -69,3 +75,22 @@ def test_the_page_marks_rows_in_which_a_rule_is_better() -> None:
     text = page(results, 2, replayed=False)
     assert f"in {len(apart) - 1} of {len(apart)} rows" in text
     assert text.count("**!**") == 1
+
+
+def test_runs_are_kept_by_name_and_their_means_are_shown(tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    with file.open("wb") as out:
+        for cell in cells(""):
+            for rule in rules_of(cell):
+                for seed in (1, 2):
+                    figures = Figures(1.0, 0.2 * seed, 1.0, 2.0, 0.02, 0.5, 0.0)
+                    out.write(orjson.dumps({"run": key_of(cell, rule, seed), **figures._asdict()}) + b"\n")
+    every = found_in(file, "", 2)
+    assert set(every) == {(cell, rule) for cell in cells("") for rule in rules_of(cell)}
+    assert {round(one.goodput, 6) for one in every.values()} == {0.3}
+    with pytest.raises(KeyError, match="3"):
+        found_in(file, "", 3)
+    forget("long", file)
+    assert set(found_in(file, "Mooncake", 2)) == {key for key in every if key[0].workload.startswith("Mooncake")}
+    with pytest.raises(KeyError, match="long prompts"):
+        found_in(file, "long", 2)

@@ -220,11 +220,11 @@ class Prober:
             self._doubted.clear()  # that it is up now is no news
 
     def doubt_models(self) -> None:
-        """See runtime.ModelReader."""
+        """See model_look.ModelReader."""
         self._doubted.set()
 
     async def refresh_models(self) -> None:
-        """See runtime.ModelReader."""
+        """See model_look.ModelReader."""
         if self._endpoint.models is not None:
             return
         answer = await ask_models(self._endpoint, self._connections, self._settings.timeout)

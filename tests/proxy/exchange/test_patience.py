@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from lbproxy import runtime
+from lbproxy import model_look
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.net.connections.pool import Connection
@@ -159,10 +159,10 @@ async def end_in_brief_steps(server: ScriptedEndpoint, monkeypatch: pytest.Monke
     dialled, and cut in the same turn of the loop, while it backs off.
     """
     async with rig(server.url) as it:
-        monkeypatch.setattr(runtime, "LOOK_S", 3600.0)
+        monkeypatch.setattr(model_look, "LOOK_S", 3600.0)
         client = await it.connect()
         client.send(post(b'{"model":"nobody has it"}'))
-        await until(lambda: it.runtime._lookers, "the endpoints are asked")
+        await until(lambda: it.runtime._model_look._looked, "the endpoints are asked")
         client.writer.transport.abort()
         await until(lambda: it.records.requests)
     async with rig("http://127.0.0.1:1", server.url, more="retry: {budget_per_second: 100}") as it:

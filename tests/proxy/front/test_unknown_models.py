@@ -16,7 +16,7 @@ from lbproxy.control.probing.prober import Prober
 from lbproxy.core.endpoints.endpoint import EndpointSpec, EndpointUid
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.requests.openai import synthetic_card
-from lbproxy.runtime import LOOK_AGAIN_S, LOOK_S
+from lbproxy.model_look import LOOK_AGAIN_S, LOOK_S
 from tests.support.aio import run, until
 from tests.support.endpoint import OK, Script, ScriptedEndpoint, answer
 from tests.support.rig import Rig, post, rig
@@ -74,7 +74,7 @@ def test_many_names_that_nobody_has_cost_one_look() -> None:
                     body = json.dumps({"model": f"x{n}"}).encode()
                     assert (await it.ask(post(body))).status == 404
                 assert reader.asked == 1
-                it.runtime._looked_at -= LOOK_AGAIN_S
+                it.runtime._model_look._began_at -= LOOK_AGAIN_S
                 assert (await it.ask(NEW)).status == 404
                 assert reader.asked == 2
                 assert not one.requests
