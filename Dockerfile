@@ -16,7 +16,7 @@ RUN apt-get update \
 COPY requirements-compile.lock ./
 RUN pip --disable-pip-version-check install \
         --no-cache-dir --only-binary :all: --require-hashes -r requirements-compile.lock
-COPY pyproject.toml setup.py README.md ./
+COPY pyproject.toml setup.py README.md LICENSE ./
 COPY lbproxy lbproxy
 # An image that is not compiled is no image: the build fails instead.
 ENV LBPROXY_COMPILED=1

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds the wheel: the hot path compiled to C by mypyc where there is a C compiler, as it is where there is none.
 
 The source is ordinary Python, and runs as such: in an editable install nothing is compiled, so that what is edited is

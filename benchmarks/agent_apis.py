@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Do the APIs of coding agents route alike? The same sessions through each of them, in virtual time.
 
     .venv/bin/python -m benchmarks.agent_apis [--sessions 26] [--seeds 3]

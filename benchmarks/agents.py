@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Coding agents in virtual time: every policy on sessions of `coding_agents`, and the page AGENTS.md.
 
 `python -m benchmarks.routing --agents` runs it; `python -m benchmarks.http_routing --agents` writes the page's last

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recommended endpoints against the least number that is enough, and a fleet that follows them through a day.
 
 Virtual time, simulated servers (docs/simulator.md). For each workload and load the least number of servers is searched

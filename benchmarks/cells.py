@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cells of the routing benchmark: what is simulated, and at which load. Data only.
 
 A cell is a scenario as `lbproxy sim` reads it, without policies and seeds. All run on Qwen3-32B on two H100 each, with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an event and a request cost, step by step: instructions, system calls, and the share of CPU time.
 
     python -m benchmarks.cost [--load event] [--seconds 4] [--write]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the dashboard costs lbproxy: its CPU time with viewers and without, in turns, in one run.
 
     python -m benchmarks.dashboard                       100 endpoints, 5 viewers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the core costs: a decision, hashing a prompt, remembering it, scrapes, changes, planning the queue; and memory.
 
     .venv/bin/python -m benchmarks.decision [--policy adaptive] [--write]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prefill and decode apart: which requests are split, by prices and by rules, and against servers that do both.
 
 Virtual time: `nixl`'s hand-over between simulated servers (docs/simulator.md). For each workload, number of servers,

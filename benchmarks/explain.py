@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What it costs to remember every request with the decision about it.
 
     .venv/bin/python -m benchmarks.explain

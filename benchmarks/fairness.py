@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What flows, priorities and deadlines change on a simulated fleet, in virtual time: `python -m benchmarks.fairness`.
 
 Each experiment is a scenario as `lbproxy sim` reads it, in variants that differ in one setting; equal seeds are equal

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Three experiments of `benchmarks.fairness` through HTTP, beside virtual time: `python -m benchmarks.fairness_http`.
 
 lbproxy as installed, with an API key for each flow, before two servers as `lbproxy mock` runs one, and an open-loop

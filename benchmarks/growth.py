@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a cost grows with a size, from measured points: nothing worse than linear, nothing long on the event loop.
 
 A power is fitted to the last points of a series, least squares on logarithms: at small sizes the fixed part of a cost

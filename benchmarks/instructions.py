@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many instructions a request takes in lbproxy, counted by valgrind: as many on a busy machine as on an idle one.
 
 `python -m benchmarks.instructions` needs valgrind and cc (`apt-get install valgrind gcc`). The whole product runs as

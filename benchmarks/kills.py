@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """kill -9 of each process of an lbproxy with workers, under streams and requests: `python -m benchmarks.kills`.
 
 Four simulated servers, `--streams` streams that begin anew as they end, and `--rate` short requests a second, each on a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long large bodies hold the event loop: the longest turn while one goes from a client to an endpoint.
 
     .venv/bin/python -m benchmarks.large_bodies [--mib 63] [--rounds 3] [--loop asyncio] [--alias] [--own-name] [--json]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One night played through, for docs/operations.md: a server slows down, another dies, a deploy drains a third.
 
     make night        or .venv/bin/python -m benchmarks.night

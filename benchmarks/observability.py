@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What it costs to be seen: lbproxy's CPU with all of its observability on, beside the same with it off.
 
     python -m benchmarks.observability              nine minutes; needs a C compiler and two cores

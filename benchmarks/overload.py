@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What lbproxy makes of more requests than its servers can answer, in virtual time: `OVERLOAD.md`.
 
 Four servers that are bound by their slots, by the space in their KV caches, or by prefill; 1.2 to 10 times as many

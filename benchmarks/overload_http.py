@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Six cells of `benchmarks.overload` through real sockets: `python -m benchmarks.overload_http`.
 
 lbproxy as installed before four servers as `lbproxy mock` runs one, in a process each, and clients that send at their

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The picture of docs/routing.md: what one request costs on four endpoints, by the policy's own arithmetic.
 
     .venv/bin/python -m benchmarks.picture          # writes docs/routing.svg

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Servers with data-parallel ranks: one endpoint for each address against one for each rank.
 
 Virtual time: two simulated servers of four ranks each. Behind one endpoint the server distributes as vLLM 0.24 did, to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several lbproxies before one fleet: what it costs if they share nothing, and what they tell each other.
 
 Virtual time: eight simulated servers (Qwen3-32B on two H100 each), policy adaptive, each request comes to one of R

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What it costs that replicas tell each other of every request: bytes, batches, CPU and memory, over an hour.
 
 Part of `benchmarks.replicas`. CPU is `process_time` of `Journal.take` and `encode`, and of `decode` and `Peers.hear`,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several lbproxies as processes over a real Redis server: what clients notice of it, and what it costs.
 
 Before two simulated servers, as compiled or interpreted as lbproxy is here:

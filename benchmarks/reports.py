@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a load report in an answer's header costs: CPU of one request in process, without and with one.
 
 `python -m benchmarks.reports`. A plain request of 1 KB goes through the product's fast lane, exchange and connection

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a restart of lbproxy costs under load, with and without a state file: the b2b workload in virtual time.
 
 Eight simulated servers (Qwen3-32B on two H100 each), the b2b workload of docs/benchmarks.md at one rate, policy

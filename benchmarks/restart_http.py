@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The same as `benchmarks.restart` over HTTP: real processes, SIGUSR2, a state file.
 
 Four simulated servers (Qwen3-32B on two H100 each, in one process), the questions of the b2b workload in a small form

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How policies compare on simulated fleets, in virtual time: `make bench-routing`.
 
 Every cell of `cells.py` with every policy and seed, spread over processes. Equal seeds are equal arrivals for every

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What reading engines' metrics costs: CPU per page, and for a fleet.
 
 `python -m benchmarks.scrape`. Two figures for each recorded page: `parse`, prometheus_client's parser alone, for scale;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long lbproxy takes from its start to the first answer that it relays.
 
     .venv/bin/python -m benchmarks.startup [--rounds 15] [--json] [--lbproxy PATH]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fleets that are not as a balancer expects, far from overload: they contradict its model of a server. Data, mostly.
 
 A server with room for all whose time to first token is fixed; data-parallel ranks behind one address; 500 endpoints

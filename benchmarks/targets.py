@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether routing meets its targets: which cells, which policies, how often; every run is kept as soon as it is done.
 
 A part is a cell of `cells.py` at full load, some of them cut in time. Who the best baseline of a part is, is first

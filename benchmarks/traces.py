@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a traced request costs lbproxy's CPU: `python -m benchmarks.traces`. The collector's side is not in it.
 
 A stream with one attempt and everything that is known of one. The best of several turns, since others use the machine.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the runs of `targets.py` say: each target with what was wanted and what was measured, and the page.
 
 A ratio is of means over the seeds that both ran, with a 95 % bootstrap interval over those seeds (paired: equal seeds

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prefix hits through several workers beside one process: `python -m benchmarks.worker_hits`.
 
 Conversations over simulated servers, each turn on a new connection, so that any worker may get it; the same ones in the

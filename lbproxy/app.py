@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The composition root: settings in, a running proxy out. Everything is made here, and nothing is decided.
 
 A `Proxy` is the Balancer with the control plane; clients are served by its `Plane`, in this process or in others.

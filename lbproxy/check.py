@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`lbproxy check`: every endpoint dialled once, and a table for each of what was found and what is missing; then the
 store of the replicas, if there is one.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line: arguments to calls. No logic of its own; uvloop is chosen here, and files are read here.
 
 Exit codes: 0 = done, 1 = it could not be done (said on stderr), 2 = the arguments or the settings are wrong.

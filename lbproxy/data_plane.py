@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The data plane of one process: the front end, with the limits, files and traces that only it needs.
 
 The only process has one (`app`), and so has each worker process (`processes.worker`), which differ in their runtime.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The look for a model that no endpoint listed: all are asked, once for all requests that name such models."""
 
 from __future__ import annotations

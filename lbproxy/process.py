@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What this process asks of Python and of the system before it serves, and once it does."""
 
 from __future__ import annotations

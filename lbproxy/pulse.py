@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our own event loop's pulse: how late it is, and whether it stood still.
 
 One owner of one fact, which everybody who waits for others needs: *was it us?* When the loop stands still for two

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the data plane needs of the balancer, wherever that runs.
 
 `proxy/` knows this class only. There are two implementations: `runtime.Runtime`, with the Balancer in this process,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The asyncio driver of the Balancer: it holds the clock, the callbacks of requests that wait, and the one timer.
 
 It does the five steps of the driver's contract (see core/balancer.py) and nothing else: it passes every event on with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`lbproxy sim`: from a scenario to simulations in parallel processes, and a table of what came out.
 
 The simulation itself is `lbproxy.sim`; here it meets the real `Balancer` with the real settings. A `Run` is plain data,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the image's build and what it makes, without Docker: `python -m release.image dist`.
 
 The commands of the Dockerfile's second stage run in a folder that stands in for the image's root, with the compiled

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Installs wheels as users do, and runs what they install: `python -m release.install dist/*.whl`.
 
 Each wheel gets an empty virtual environment of its Python, with nothing but that on PATH: no compiler, no git. There

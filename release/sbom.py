@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes a software bill of materials for each lock file that users install from: `python -m release.sbom dist`.
 
 CycloneDX JSON by cyclonedx-py, which reads names, versions and hashes from the lock file and asks no index: the same

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds the wheels of a release: one for each Python that is named, compiled, and one of Python modules alone.
 
     python -m release.wheels dist python3.11 python3.12     # needs a C compiler

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The house's rules, checked: who may import whom, what core may not touch, how large a thing may grow.
 
 docs/architecture.md says them in words; this file is what keeps them true.
@@ -101,12 +102,14 @@ LARGE = {
     "ClientConnection": 21,
     "Overload": 19,
     "FrontEnd": 16,
-    "Runtime": 21,
+    "Runtime": 18,
     "Scheduler": 27,
     "FixedEngine": 19,
 }
 """Classes that have more, and how many at most: these numbers only shrink."""
 MAX_FILE_LINES = 500
+"""Without the line of the licence."""
+LICENCE = "# SPDX-License-Identifier: Apache-2.0"
 MAX_FUNCTION_LINES = 70
 
 
@@ -249,7 +252,7 @@ def test_no_cancellation_is_lost(file: Path) -> None:
 
 @each(FILES)
 def test_nothing_grows_too_large(file: Path) -> None:
-    assert len(file.read_text().splitlines()) <= MAX_FILE_LINES
+    assert len(file.read_text().splitlines()) - 1 <= MAX_FILE_LINES
     for node in nodes(file):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -296,6 +299,15 @@ def test_packages_import_to_the_left(file: Path) -> None:
             assert parts[1] in order[: order.index(inner[0])], f"{other} stands right of {inner[0]}"
         else:
             assert f"{layer}/{parts[1]}" in ALONE, f"{inner[0]} stands alone"
+
+
+def test_every_file_says_its_licence() -> None:
+    top = ROOT.parent
+    folders = (ROOT, top / "tests", top / "benchmarks", top / "release")
+    for file in (top / "setup.py", *(file for folder in folders for file in folder.rglob("*.py"))):
+        first = [line for line in file.read_text().splitlines()[:2] if not line.startswith("#!")]
+        assert first[:1] in ([LICENCE], []), file
+    assert "Apache License" in (top / "LICENSE").read_text()
 
 
 def test_folders_are_packages_and_not_heaps() -> None:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`lbproxy check` shows what each endpoint is, what it shows of its load, what is missing and what that costs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The wheel: what of it is compiled, and what code must not do for that (docs/decisions/0027)."""
 
 from __future__ import annotations

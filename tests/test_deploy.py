@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dockerfile, compose files, units, manifests and Prometheus' settings agree with each other, with lbproxy and with
 their specifications.
 

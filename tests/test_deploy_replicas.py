@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several lbproxies in Docker and Kubernetes: the profile `ha` and lbproxy-ha.yaml, as test_deploy.py does for one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/architecture.md names every package, with what its `__init__` says of it and the modules that it has."""
 
 from __future__ import annotations

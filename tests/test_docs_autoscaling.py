@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/autoscaling.md and deploy/autoscaling: the example is computed, the files fit to the rules and to Kubernetes."""
 
 from __future__ import annotations

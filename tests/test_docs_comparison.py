@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/comparison.md: each claim about lbproxy names a test that is there, each claim about others has its source."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/engines.md says what the tables say, and shows what they make of real pages."""
 
 from __future__ import annotations

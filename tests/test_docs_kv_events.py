@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/metrics.md has the families that a page gets with KV events, and docs/kv-events.md the kinds of problems."""
 
 from __future__ import annotations

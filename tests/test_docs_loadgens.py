@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tables of docs/testing.md about load generators and about other routers' tests are what the runs found."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The night in docs/operations.md is what `make night` wrote, and it shows what it is there to show."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/metrics.md has every family that an lbproxy with tiers shows."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The README's table of routing: the last run of routers before simulated servers over HTTP, each at its defaults."""
 
 from __future__ import annotations

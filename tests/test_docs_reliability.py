@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tables of docs/reliability.md are what the tests of tests/chaos wrote, and these cover what they say."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/sleep.md has the states of the state machine, and docs/metrics.md the families of endpoints that may sleep."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tables in docs/ say what the code says: settings, failures, presets, options of the simulator.
 
 Each is generated here from the code and compared with the page, so that a new key or outcome cannot be forgotten. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/traces.md describes the spans: the example and the table of attributes are made of real ones."""
 
 from __future__ import annotations

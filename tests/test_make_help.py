@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`make help` names targets that exist, the main ones among them."""
 
 from __future__ import annotations

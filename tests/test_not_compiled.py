@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an lbproxy says of how it was built: `--version`, and one line of the log if it serves for more than a trial."""
 
 from __future__ import annotations

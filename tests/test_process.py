@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the process asks of Python."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recording and alert rules: of families that exist, each with its words in the docs, and judged by promtool."""
 
 from __future__ import annotations

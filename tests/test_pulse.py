@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pulse: nobody else is blamed for the time in which our own loop stood still."""
 
 from __future__ import annotations

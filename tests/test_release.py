@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A release can be made: versions agree, wheels are the same from every build and run where they are installed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`lbproxy sim`: scenarios read, refused, run; the example of docs/simulator.md; figures that are the same anywhere."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`lbproxy status`, `top`, `drain` and `explain`, against answers of the admin API and against a running lbproxy."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `lbproxy status`, `top`, `wake` and `sleep` show of endpoints that sleep."""
 
 from __future__ import annotations

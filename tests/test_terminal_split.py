@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How `lbproxy status`, `top` and `explain` show endpoints with roles and split requests."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routers that people can install, before simulated vLLM servers, over real HTTP: `make bench-routing-http`.
 
 The question: do the advantages that virtual time shows (`benchmarks.routing`) hold through sockets, event loops and

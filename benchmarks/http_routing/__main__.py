@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line: see `python -m benchmarks.http_routing --help` and docs/benchmarks.md."""
 
 from __future__ import annotations

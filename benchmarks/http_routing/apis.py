@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The three APIs of coding agents: a job of `coding_agents` as the body of a request, and how its stream is read.
 
 The conversation is the same in each: tools, system prompt, a person's messages, responses with the tool calls that they

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is asked of the routers: cells, the arrivals of a seed, and the bytes of a request. No I/O, no chance but seeds.
 
 Time is real here, so a cell is minutes of an open loop on a few servers, at the load *per server* that the cells of

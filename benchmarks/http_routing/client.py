@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The client's process: replays a cell's arrivals at a router, open loop, and times every token.
 
     python -m benchmarks.http_routing.client < REQUEST > ANSWER

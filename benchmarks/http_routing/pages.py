@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables and pictures of the runs: `benchmarks/ROUTING_HTTP.md`. Only seeds that every router has are compared."""
 
 from __future__ import annotations

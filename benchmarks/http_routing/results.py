@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From runs to figures: those of HTTP and those of virtual time, of the same arrivals, in the same words.
 
 Both become `lbproxy.sim.fleet.fleet.Served`, so that `lbproxy.sim.figures.report` computes them alike and compares them

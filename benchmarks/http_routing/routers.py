@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The routers: how each is configured and started before a fleet. A further one is one more entry of `routers`.
 
 Everyone runs as its project ships it, and once more with one tuning that its own documentation gives. Limits that a run

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The servers' process: simulated vLLM servers on ports of their own, as `lbproxy mock` runs one, in one event loop.
 
     python -m benchmarks.http_routing.servers COUNT SEED

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The client's process for cells of coding agents: a closed loop of conversations through one of the APIs (`apis.py`).
 
     python -m benchmarks.http_routing.sessions < REQUEST > ANSWER

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several lbproxies that accept on one port, as behind a TCP load balancer: the kernel gives each connection to one.
 
     python -m benchmarks.http_routing.several COUNT SETTINGS PORT [--shared]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One run: fresh servers, one router, one replay; and whether it can be believed. Also: which run follows which.
 
 The router has core 0 to itself; servers and client share core 1. Before the replay the router gets small requests until

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Proxy CPU per request and per streamed event, delays and memory: lbproxy beside other proxies, in one run.
 
 `make bench-overhead`. The proxy under measurement has core 0 to itself; load (load.c), the model server (server.c) and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is read off the windows of a section: medians over its rounds, by subject."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The targets: what each is measured by, and what must be reached. Ours is computed, the thresholds are the project's.
 
 A ratio to another proxy is of the same section, so of one interleaved run. Requests/s per core are 1 s by the CPU per

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A short form of the benchmark that tells whether lbproxy became slower: its CPU per request beside nginx's.
 
     .venv/bin/python -m benchmarks.overhead.guard              # measures, and compares with guard.json

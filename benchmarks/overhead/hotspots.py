@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where lbproxy's time goes under a load: py-spy's samples as two tables, functions and lines.
 
 py-spy looks at the Python stack only: what C code does (uvloop, the parsers, the kernel) is counted for the line that

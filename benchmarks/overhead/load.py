@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The workloads, and a run of one of them against a port.
 
 Builds server.c and load.c by the Makefile's rule, writes request bodies, starts both programs on the load's core. What

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One workload, measured: who is asked in which order; collects the raw figures.
 
 For each workload every proxy is started afresh (so that memory is of this workload), warmed up and paused. Then rounds:

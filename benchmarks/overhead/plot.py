@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The picture of a run: CPU per request and per event, what is added to the first event, delays, memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A proxy that runs on its core: started, made ready, paused and resumed, measured, stopped.
 
 A proxy is one session of processes: launchers, masters, workers and threads all count. CPU is read from the processes'

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Raw figures -> Markdown. Pure; `python -m benchmarks.overhead --render FILE` does it again from the JSON.
 
 Of a subject's windows the median counts; what it is compared with is the median of nginx and of sglang-router in the

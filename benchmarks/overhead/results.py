@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run brings together: one record for each section, kept as soon as the section is done.
 
 Sections are the workloads, each with all proxies in one interleaved run, and three other benchmarks of lbproxy alone

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The proxies: where each is found, how it is configured and started. A further one is one more entry of PEERS.
 
 Everyone has one endpoint, one worker or thread, no limit of its own that the load would meet, and timeouts that it does

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The README's table: the figures that most readers ask for, of the last run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What worker processes cost: `python -m benchmarks.overhead.workers`, side by side with one process, interleaved.
 
 For a 1 KB request and for an event of a stream: the CPU time of each process apart. Proxies run on one core

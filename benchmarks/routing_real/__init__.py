@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routers before real vLLM servers, on CPU: `make bench-routing-real`.
 
 The question: does what the simulated servers show (`benchmarks.http_routing`) hold before real engines, whose prefix

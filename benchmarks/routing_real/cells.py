@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who asks the real servers for what: cells, and the recorded sessions of a seed. No I/O, no chance but seeds.
 
 A session is recorded: texts, lengths and pauses depend on the seed alone, and what stands in a prompt as an earlier

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The client's process: the recorded sessions of a cell, through a router.
 
     python -m benchmarks.routing_real.client < REQUEST > ANSWER

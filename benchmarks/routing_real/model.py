@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The real servers' model, in which prompts cost what they should: made here, so that nothing is fetched.
 
 Run by the servers' own Python: `.real/venv/bin/python -m benchmarks.routing_real.model FOLDER`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables of the runs: `benchmarks/ROUTING_REAL.md`. Figures are medians over rounds, with 95 % bootstrap intervals."""
 
 from __future__ import annotations

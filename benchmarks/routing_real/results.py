@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From runs to figures: rows. They are kept as lines of JSON while they are made (`http_routing.results.keep`)."""
 
 from __future__ import annotations

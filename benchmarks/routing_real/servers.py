@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The vLLM servers of a run: two, one on each core, started once. Between trials their caches are emptied.
 
 `fleet` needs what `make test-real` installs (`tests.real.environment`) and makes the model beside it.

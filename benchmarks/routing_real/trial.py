@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One run: emptied caches, one router, one replay. Also: which run follows which.
 
 The servers stay; each has a core, which it shares with the router or with the client: there are but two. The router is

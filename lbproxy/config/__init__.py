@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings: `parse` turns the text of a settings file into a frozen tree, or reports all of its problems.
 
 It reads no file, no environment but the mapping it is given, no clock and no network. `text` makes plain values of YAML

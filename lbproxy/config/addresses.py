@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Addresses on the command line: `HOST:PORT` and `http://HOST:PORT` say the same, wherever one is asked for.
 `unix:/PATH` says where the admin listener is.
 

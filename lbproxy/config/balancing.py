@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sections of the settings that the Balancer reads."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each key of the settings is for: the docstring below it in the source, read only when somebody asks.
 
 Pydantic can do this as the classes are made (`use_attribute_docstrings`), which took a tenth of every start.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where an engine publishes its KV events: the addresses in `kv_events` and `kv_events_replay` of an endpoint."""
 
 from __future__ import annotations

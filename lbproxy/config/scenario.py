@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `lbproxy sim` simulates: a fleet of simulated servers, a workload, and the policies to compare on it.
 
 Read like the settings and by the same rules: frozen, no unknown keys, every number in its range, all problems told at

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every part of the settings tree is: frozen, without unknown keys, its docstrings the schema's descriptions."""
 
 from __future__ import annotations

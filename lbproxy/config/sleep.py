@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of servers that sleep: what may be said of a group that shares GPUs, and of the webhook that starts one."""
 
 from __future__ import annotations

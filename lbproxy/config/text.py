@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From the text of a settings file to plain values: the part of YAML that settings need, with `${ENV}` expanded.
 
 Responsible for everything that is wrong with the text as text; which keys exist and what they may hold is `tree`'s.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The settings tree: which keys there are, in the order of config.example.yaml, with unit, default and reason.
 
 Invariants of a `Settings`, however it was made: it is frozen, every number lies in its range, endpoint names and

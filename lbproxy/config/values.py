@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The values that settings are made of: numbers with units, host names, URLs, paths.
 
 Each is read in one place, bounded, and refused with a text that says what to write instead. The bounds exist because

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The control plane: monitoring of the endpoints, and telemetry and administration of lbproxy itself.
 
     probing -> discovery -> telemetry -> admin

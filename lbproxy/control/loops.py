@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Long-lived loops, which outlive what goes wrong in them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The balancer: it gets events and the current time, and decides where each request goes.
 
 It is pure: it reads no clock, has no event loop, no sockets and no logging, and draws random numbers only from a

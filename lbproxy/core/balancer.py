@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Balancer: a driver reports events with the current time, and the Balancer decides where each request goes.
 
 It does no I/O. It owns the endpoint set, tickets and the waiting queue; `core.queue.choice` chooses. The asyncio

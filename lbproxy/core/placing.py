@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a placed ticket counts as, from its placement to its end.
 
 The Balancer decides where a ticket goes; here it is counted there, and taken off again: the endpoint's counts and

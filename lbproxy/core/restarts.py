@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What survives a restart: exported in pieces, and given to a new Balancer.
 
 What a policy learned of tier 1 is in the endpoint set (`core.saved.restoring`). The rest depends on no policy and no

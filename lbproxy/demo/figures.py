@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What clients saw, in figures: by phase and by server. Values only."""
 
 from __future__ import annotations

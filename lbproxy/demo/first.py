@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`lbproxy demo`: three simulated vLLM servers and lbproxy before them, in one process, without settings or GPU.
 
 With `--disaggregated` they are two prefill and two decode servers.

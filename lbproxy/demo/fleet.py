@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Servers and lbproxy as processes of their own: `lbproxy mock` and `lbproxy --config`, with what can be done to them.
 
 Each is started as a user would start it, so that a kill is a kill. All of them end with the `async with` block, at

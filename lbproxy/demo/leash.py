@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m lbproxy.demo.leash ARGUMENTS`: the command `lbproxy`, which ends when its standard input does.
 `python -m lbproxy.demo.leash -- PROGRAM ARGUMENTS`: the same for another program.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clients that send everyday traffic, open loop, and note what became of each request.
 
 Only what the wire shows is believed: a response is good if its status was 200 and it is whole, a stream's with

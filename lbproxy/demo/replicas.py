@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`lbproxy demo --replicas N`: several lbproxies that tell each other what they placed, before simulated servers.
 
 The lbproxies and the Redis or Valkey server between them are processes of their own, so that each can be killed; the

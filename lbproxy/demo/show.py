@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the demo shows in a terminal of 80 columns and 24 lines, and what it prints where there is none."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What lbproxy says of an address that it cannot have, in the words of the demo, which has options and no settings."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What happens to a fleet, and when: a list of timed steps. Values only; `fleet.py` carries them out.
 
 A step opens a phase, which lasts until the next one. Its acts run for all its servers at the same time, one after the

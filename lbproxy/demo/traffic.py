@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`lbproxy demo --traffic`: everyday traffic on a fleet to which a bad night happens, and what to show of it.
 
 Servers and lbproxy are processes of their own; this one is the clients and the story-teller, so that what it does for

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What needs packages that lbproxy itself does without: imported only once the settings ask for it.
 
 `tracing` decides whether requests are traced; `traces` sends them to a collector, `spans` makes OpenTelemetry spans of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Has the KV events of endpoints read as the settings ask, with a package that lbproxy does without, and only then."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads the KV events of one endpoint, and reports what they show of its prefix cache to the Balancer.
 
 No request ever waits for it. Messages in order are applied; after a gap a replay is asked for, if the settings say

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shares the event loop between the readers of KV events and the requests: however much is published, all readers
 together work for `TURN_S` at a time, and for `SHARE` of the time at most. What comes faster waits in the sockets, whose
 limits make publishers drop messages; lost messages are noticed by their sequence numbers.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ZMQ sockets over which engines publish KV events: the one module that knows pyzmq.
 
 libzmq has a thread of its own for the network. What it may hold for one publisher are `QUEUED` messages of frames up to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What replicas keep in a Redis or Valkey server: the one module that knows redis-py.
 
 Under the prefix `{lbproxy:POOL}`, one hash slot of a cluster:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tells the other replicas what this one places, and the Balancer what they place, over a `Store`.
 
 No request ever waits for it. While the store cannot be used, this replica goes on alone with what it knows, tries again

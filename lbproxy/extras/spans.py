@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One request's record as OpenTelemetry spans: the request, each wait for a place, each attempt.
 
 Names are those of the semantic conventions for HTTP (stable) and for generative AI (in development) where they have

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What replicas need of a store that all of them reach. Knows no library."""
 
 from __future__ import annotations

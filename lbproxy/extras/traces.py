@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sends traces to a collector: a sink of the Runtime, with a thread of its own.
 
 Theory of operation. The event loop only appends the record of a request that is traced to a bounded queue. The thread

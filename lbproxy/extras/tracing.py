@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Has requests traced as the settings ask, with packages that lbproxy itself does without, and only then."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The wire: sockets that listen, connections that are dialled, HTTP/1.1 as a client of the endpoints.
 
     dialing -> connections        listening

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """lbproxy as several processes (`workers` above 1): a supervisor, one balancer process, and worker processes.
 
 The supervisor (`supervisor`) holds the listening sockets, starts the others and starts them again, and passes on

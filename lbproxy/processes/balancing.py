@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The balancer process: the Balancer and the control plane for all workers, an `app.Proxy` without own clients."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m lbproxy.processes.child`: a child process of the supervisor, which says on standard input what it is."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the supervisor and its children tell each other, and how a child is started.
 
 A child is `python -m lbproxy.processes.child`. Its standard input is a socket, the control link; it inherits listening

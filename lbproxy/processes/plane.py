@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The `Plane` of the balancer process: worker processes, added up."""
 
 from __future__ import annotations

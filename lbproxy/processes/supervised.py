@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The supervisor, as a child process sees it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The supervisor: it holds the listening sockets, starts the other processes, and starts again what dies.
 
 Theory of operation. The balancer process is started first, then all workers, each with a `_Post` that keeps one process

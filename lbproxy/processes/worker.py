@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker process: a DataPlane whose runtime speaks to the balancer process."""
 
 from __future__ import annotations

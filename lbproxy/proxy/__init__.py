@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The data plane: clients in front, endpoints behind, one exchange for each request.
 
     request -> exchange -> front

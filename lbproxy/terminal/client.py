@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A running lbproxy's admin API, as the command line's commands use it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`lbproxy status`, `drain`, `undrain` and `explain`. Each returns the exit code; AdminError is for the caller."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the admin API says, drawn: the fleet, the numbers above it, recent requests, one request's explanation.
 
 Every text from outside passes `plain`, so that no server's or client's word can move the cursor. Unknown values are a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`lbproxy top`: the fleet, live, in a terminal of 80 columns and 24 lines or more. `q` or Ctrl-C ends it.
 
 It lives on the admin API's events. When they break off it says so, keeps the last picture, and asks again each second,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Worker processes: several processes that relay bytes, and one balancer process that decides for all of them.
 
 A worker has connections (`proxy/`) and a `RemoteRuntime`; the balancer process has the Balancer,

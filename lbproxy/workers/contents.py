@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests, usages, records and endpoints, into messages and out of them: not in `messages`, as this is compiled."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The endpoints as a worker knows them: as the balancer process told last, with the worker's own requests in flight.
 
 While there is no balancer process, requests are placed by this alone (`choose`): the endpoint with the fewest of our

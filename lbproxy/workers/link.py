@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One connection between two of lbproxy's processes: messages both ways, many in one write.
 
 Theory of operation. What is sent in one turn of the event loop goes out together, at its end: a write wakes a process

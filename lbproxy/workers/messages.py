@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What worker processes and the balancer process tell each other, and its form as bytes.
 
 Each message is a msgspec Struct that is encoded as a msgpack array: its tag, then its fields in order. Both ends are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The runtime of a worker process: it reports every event to the balancer process, which decides where requests go.
 
 Theory of operation. `submit` sends a message and returns a ticket that waits; `Placed` or `Refused` settles it. Ticket

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a worker reports that need not leave at once: records of requests, and progress of streams."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The balancer process's end of the links: it does for every worker what exchanges do with a runtime in their process.
 
 One `_Session` for each link. A request of a worker has a `_Job` from its first `Submit` (or `Running`) to its `Ended`:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many connections each worker has, in memory that all of them share, so that each accepts its share.
 
 All workers accept from the same sockets, and whichever wakes up first would get most of a burst. So a worker that has

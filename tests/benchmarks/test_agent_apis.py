@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What lbproxy reads of each API of coding agents is as good for routing as the prompts' own keys: in virtual time."""
 
 from __future__ import annotations

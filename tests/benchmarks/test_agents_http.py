@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Coding agents over HTTP: one conversation in three APIs, read back from the bodies; a closed loop against a server.
 
 What it measures is not looked at here: that takes minutes and a quiet machine.

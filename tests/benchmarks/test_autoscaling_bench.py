@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the page of recommended endpoints shows: a small cell of it, and how runs are judged."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the page of split requests shows: the figures of a run, and whether prices are as good as the best rule."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the fairness benchmark reads from a log of decisions: it must find what it says is not there."""
 
 from __future__ import annotations

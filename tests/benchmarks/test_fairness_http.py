@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the fairness benchmark asks over HTTP, what it reads there, and that its page is of its runs."""
 
 from __future__ import annotations

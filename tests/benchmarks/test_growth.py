@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the core's benchmark says of its figures: by canned ones, worse than linear and too long are said."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The HTTP routing benchmark's own parts: what is asked, what is read of the answers, and what becomes of the figures.
 
 What it measures is not looked at here: that takes minutes and a quiet machine (`make bench-routing-http`).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A request and an event take no more instructions than was recorded. They are counted: a busy machine counts the same.
 
 `python -m benchmarks.instructions --record` in build/compiled writes what is recorded.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """benchmarks.observability: what it concludes from its rounds, and where it writes that."""
 
 from __future__ import annotations

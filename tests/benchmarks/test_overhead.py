@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The overhead benchmark's own parts: the two C programs talk to each other, and raw figures become the right tables.
 
 What it measures is not looked at here: that takes minutes and a quiet machine (`make bench-overhead`).

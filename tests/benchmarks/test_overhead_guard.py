@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """lbproxy did not become slower: its CPU per request beside nginx's, in one run, against what was recorded.
 
 `python -m benchmarks.overhead.guard --record` writes what is recorded, after a change that makes it faster, or one that

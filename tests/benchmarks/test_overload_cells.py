@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The overload benchmark: what it counts, which cells there are, and that its smallest one runs."""
 
 from __future__ import annotations

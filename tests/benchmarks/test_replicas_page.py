@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page of replicas: every figure comes from a run, kept results are used again, and a run is what it says."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The real servers' routing benchmark: what is asked, and what becomes of the figures.
 
 What it measures is not looked at here: that takes real servers and a quiet machine (`make bench-routing-real`).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The targets of routing: runs are kept and not repeated, and verdicts follow the figures."""
 
 from __future__ import annotations

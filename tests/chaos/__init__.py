@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults that a balancer must survive, each with figures: docs/reliability.md."""

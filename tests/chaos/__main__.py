@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`make chaos`: the faults of docs/reliability.md with all their counts, and the figures kept for its tables.
 
     python -m tests.chaos [--peer NAME] [--form fast|full] [--seconds N] [--seed N] [pytest's own arguments]

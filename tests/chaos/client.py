@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The load client, in a process of its own: asks, and writes one JSON line about how each request ended.
 
     python -m tests.chaos.client PLAN        PLAN: `Plan` as JSON. End of its stdin = begin nothing more.

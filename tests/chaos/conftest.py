@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rig for each test, and its verdict."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server that streams as fast as it is read, and says how far ahead of its readers it got.
 
 It serves the model `hose`: events of 4 KiB, `size_bytes` in all, through a send buffer of 64 KiB. `sent` counts what

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clients that do next to nothing, many of them, in a process of their own.
 
     python -m tests.chaos.idle KIND COUNT URL

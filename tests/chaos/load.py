@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Load on a proxy while a test does something to it: starts the client's process, reads what became of each request."""
 
 from __future__ import annotations

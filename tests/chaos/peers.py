@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Other proxies under the same faults: how each is set up so that it has a fair chance.
 
 nginx gets what its manual has for failing servers: passive checks, a retry on another server for every error that it

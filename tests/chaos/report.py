@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tables of docs/reliability.md, from the JSON lines that the tests wrote.
 
 `results/NAME.jsonl` is what one run of `make chaos` wrote about NAME: lbproxy or a peer. A test's last line counts.

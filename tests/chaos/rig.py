@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rig R4: four simulated servers and the proxy, each a process; the load client is another (`load.py`).
 
 The servers live as long as the test session and are given back as they were: faults ended, the dead replaced under

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Answers that break off, begin late, or come slowly: T06 to T09."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clients in numbers that do nothing, come slowly, read slowly, or vanish: T17 to T20."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """More requests than there is room for: T30 and T31."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Metrics pages that do harm: T16. What lbproxy reads beside the data path must never reach it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The proxy's own life, under load: new settings, a stop, a restart in place: T21 to T23."""
 
 from __future__ import annotations

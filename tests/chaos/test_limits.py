@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A proxy that runs out of descriptors or memory: T25 and T26."""
 
 from __future__ import annotations

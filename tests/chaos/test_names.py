@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DNS that fails in every way, under load: T15."""
 
 from __future__ import annotations

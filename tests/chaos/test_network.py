@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The network between proxy and servers: T32, connections that close as they are used; T39, a bad one."""
 
 from __future__ import annotations

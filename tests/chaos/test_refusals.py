@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Servers that answer errors: T11 to T14. What it costs is counted at the servers' doors, by lbproxy's attempts."""
 
 from __future__ import annotations

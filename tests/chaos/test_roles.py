@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prefill and decode apart, and each server of a pair fails in every way: T50."""
 
 from __future__ import annotations

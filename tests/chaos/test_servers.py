@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Servers that die, freeze, vanish, refuse: T01 to T05."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Everything at random, for long: T40. The same seed is the same faults; LBPROXY_CHAOS_SEED and _SECONDS choose."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A proxy for which time passes without it: T28 and T29. Its own standing still is no fault of the servers."""
 
 from __future__ import annotations

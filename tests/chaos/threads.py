@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scripted servers of a test, on an event loop of their own in a thread, so that the test itself may block."""
 
 from __future__ import annotations

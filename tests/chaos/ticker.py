@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A ticker on an event loop: how late the loop is, how much CPU time its turns take, how many tasks it has.
 
 Every 100 ms a line is added to FILE: time, the worst lag since the last line, the worst that is our own, the most CPU

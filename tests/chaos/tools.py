@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults that need this machine's permission: packets dropped or refused, limits, memory groups.
 
 Each says whether it can be had; a test that needs one which cannot skips, and says so: it does not pass. Rules are made

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One test's figures and what they must be; its JSON line.
 
 A figure that misses its bound fails the test at its end, all of them at once, so that the line always says everything.

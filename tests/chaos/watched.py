@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """lbproxy by its own command line, with a ticker on the event loop of each of its processes.
 
     LBPROXY_CHAOS_WATCH=FILE python -m tests.chaos.watched --config cfg.yaml

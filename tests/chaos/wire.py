@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A TCP proxy that is a bad network: latency with jitter, little bandwidth, small packets, slow closing, resets.
 
 In a thread of the test (`threads.py`). Everything is per connection and direction; bytes are never reordered or lost.

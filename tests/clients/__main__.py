@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`make test-clients`: real client libraries through lbproxy, before simulated servers. Arguments go to pytest."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Simulated servers with lbproxy before them, and the table of what each client can do, printed at the end."""
 
 from __future__ import annotations

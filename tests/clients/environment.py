@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The clients' environments, in `.clients/` of the project: made of lock files with hashes, and kept.
 
 Clients that cannot be installed beside each other have environments of their own. The lock files are in `locks/`:

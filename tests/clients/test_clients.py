@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Client libraries as they install: text, streams, a tool's round trip, and a typed error, through lbproxy."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings: every key has the default that the example says, and a wrong file is told all that is wrong with it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`engines` in the settings: every spec that cannot be parsed is an error with its path, never a missing signal."""
 
 from __future__ import annotations

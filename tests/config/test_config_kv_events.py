@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kv_events` of an endpoint: every form, and everything that it cannot be, with the text that says what to write."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`endpoints[].proxy`: what is taken for one, and that its password shows nowhere."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Roles, connectors and the rule for splitting: in the settings, in endpoint files, of DNS names."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of servers that sleep: what is accepted, and what is said of what is not."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where what was learned is kept."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Any text gives settings, or all that is wrong with it in lines that name the place, and nothing else happens."""
 
 from __future__ import annotations

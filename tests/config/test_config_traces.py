@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The settings of traces: which collectors and headers are taken, and that nothing shows what is secret."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Unix sockets in the settings: where lbproxy listens, and where model servers do."""
 
 from __future__ import annotations

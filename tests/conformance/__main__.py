@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tables' score of lbproxy or another gateway, for docs/reliability.md.
 
     python -m tests.conformance NAME        lbproxy, nginx, sglang-router, vllm-router

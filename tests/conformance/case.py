@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a case is, and the words in which requests are written down."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What clients send: request lines, fields, hosts, lengths, chunks, expectations, upgrades, several in a row."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests that hide another one: every byte in every place that has fooled a gateway, and the smugglers' families.
 
 In each the hidden request lies within the body, by the framing that the RFC gives it. Whoever frames it otherwise

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a gateway made of a case, and whether that is what it must."""
 
 from __future__ import annotations

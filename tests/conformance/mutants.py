@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """T10: answers that are nearly right, in great number, through lbproxy's own sockets.
 
     python -m tests.conformance.mutants [--runs N] [--seed S]

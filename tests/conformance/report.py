@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tables of docs/reliability.md about HTTP, from what `python -m tests.conformance` kept."""
 
 from __future__ import annotations

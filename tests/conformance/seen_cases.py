@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the endpoint must see of a request: which fields end at the gateway, which pass, and how it is framed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of what clients send: lbproxy does what each row says, in every pace and both ways in."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a proxy adds, counts down and passes on by itself: Via, X-Forwarded-*, Max-Forwards, 103 Early Hints.
 
 Beside the tables, as other gateways are not asked: each has its own way with these fields.

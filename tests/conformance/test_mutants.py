@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A short form of T10's many answers that are nearly right."""
 
 from __future__ import annotations

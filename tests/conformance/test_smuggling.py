@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """T33: thousands of requests that hide another one. Each is refused, or the endpoint gets it once, with its body."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tables of what endpoints answer, and of what they must see."""
 
 from __future__ import annotations

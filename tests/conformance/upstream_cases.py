@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What endpoints answer: heads, framings, bytes too many and too few, answers that nobody asked for."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Both ends of a gateway, byte by byte: a client that writes a case in some pace, and an endpoint that records."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pool on a real event loop, with the loops that look after its endpoints, against scripted servers."""
 
 from __future__ import annotations

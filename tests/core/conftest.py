@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Marks the tests of this folder, so that a run of several folders can leave out some of them (Makefile)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the Balancer promises: where a request goes, when it waits, and that counts never go astray."""
 
 from __future__ import annotations

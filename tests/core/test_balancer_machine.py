@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A machine that does everything in every order, and holds the Balancer against a model of a few lines."""
 
 from __future__ import annotations

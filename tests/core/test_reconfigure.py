@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Other settings for a running balancer: nothing that runs or is known is lost, and all that is decided from then on is
 decided by them.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `lbproxy demo` says of its options, and of an address that somebody else has."""
 
 from __future__ import annotations

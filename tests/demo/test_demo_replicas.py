@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`lbproxy demo --replicas`: what it refuses, its addresses and settings, and the leash of another program."""
 
 from __future__ import annotations

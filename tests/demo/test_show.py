@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo's picture fits a small terminal, and tells failures from answers that broke off."""
 
 from __future__ import annotations

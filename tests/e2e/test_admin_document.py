@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The admin API beside its own OpenAPI document: schemathesis asks, valid and not, and each answer is as declared."""
 
 from __future__ import annotations

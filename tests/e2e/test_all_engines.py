@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pool of all engines that are known, and one of the user's own, before the product: recognised, read, balanced."""
 
 from __future__ import annotations

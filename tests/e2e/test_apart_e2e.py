@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prefill and decode apart, as users run it: lbproxy in a process, simulated servers, OpenAI's SDK."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docker-compose.yml as processes: the services' own commands, settings and health checks, without Docker.
 
 Each container is a process on a loopback address of its own, on the ports that the files say; Docker's nameserver is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keys and certificates as users have them: in files that change while lbproxy runs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The dashboard in a real browser: seen, live, steered, honest while lbproxy is away, deaf to what names say."""
 
 from __future__ import annotations

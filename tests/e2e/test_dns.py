@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Servers behind a DNS name come and go under load, in processes as a user would run them.
 
 Each listens on an address of its own (127.0.0.1, 127.0.0.2) and the same port.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What README.md and docs/ show is true: settings parse, commands run, metrics and log lines are those of a live one.
 
 The word in `<!-- test: WORD -->` above a fence:

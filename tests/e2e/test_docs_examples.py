@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """No example of the documentation is without a test: every fence is run, compared with something live, or named here.
 
 Most of the tests are in tests/e2e/test_docs.py. Here are those of commands that cannot be run to their end (they serve,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the settings say of an endpoint holds on the wire, in lbproxy as a user would run it."""
 
 from __future__ import annotations

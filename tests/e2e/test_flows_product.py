@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flows in lbproxy as installed: what a client of OpenAI's SDK sees, the metrics, the log and the admin state."""
 
 from __future__ import annotations

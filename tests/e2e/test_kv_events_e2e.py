@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV events of simulated servers behind lbproxy, each a process of its own: a conversation no longer goes for its cache
 to a server whose cache was cleared.
 """

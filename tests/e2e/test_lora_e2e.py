@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA adapters through lbproxy, on simulated servers: listed, loaded and unloaded at run time, used at once."""
 
 from __future__ import annotations

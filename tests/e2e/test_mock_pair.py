@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Simulated servers in processes of their own hand over the KV of prompts, with the options of the command line."""
 
 import httpx

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What Prometheus and Grafana make of lbproxy's metrics: each rule and each panel asks for what a live page has.
 
 A metric or label that is spelt wrong is no error there: it is an alert that never fires, and an empty panel.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A short night without Prometheus: a server slows down, another is killed, a third of the fleet is drained.
 
 What `make night` shows at length, in docs/operations.md, with the same fleet, clients and acts; here each step waits

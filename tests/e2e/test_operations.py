@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Changing a running lbproxy: reloads, restarts, stops, under clients that tolerate nothing."""
 
 from __future__ import annotations

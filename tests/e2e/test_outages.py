@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Servers that freeze and die, in processes of their own: clients whose answer had not begun see nothing of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Overflow as users run it: lbproxy in a process, simulated servers, a simulated provider, OpenAI's SDK."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process that is stopped and goes on (a laptop's lid, a debugger, a starved container): nobody is blamed for it."""
 
 from __future__ import annotations

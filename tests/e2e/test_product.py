@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The product as installed: commands in processes, the openai SDK as the client, simulated servers behind."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server with data-parallel ranks behind lbproxy: simulated servers that distribute by themselves as vLLM does."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """WebSockets through lbproxy as a process: many at a time, a server that dies, and a stop.
 
 The long form, with its figures:  .venv/bin/python -m tests.e2e.test_realtime --connections 1000 --messages 20

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every answer that we recorded from a real server, sent again read by read: the client gets the same body bytes, and
 gets each read before the endpoint sends the next one. Nothing is buffered, nothing is re-framed.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two and three lbproxies over a real Redis server, as processes, under load: clients must notice nothing of it."""
 
 from __future__ import annotations
@@ -15,12 +16,18 @@ from tests.support.load import Load, load
 from tests.support.ports import free_port
 from tests.support.process import Process, mock
 from tests.support.redis_failures import FAILURES
-from tests.support.redis_server import needs_redis, redis_server
+from tests.support.redis_server import PROGRAMS, needs_redis, redis_server, use
 from tests.support.replica_pool import NOTICED_S, pool
 from tests.support.rig import RawClient, post
 
 pytestmark = [needs_redis, pytest.mark.timeout(240)]
 LONG = b'{"model":"sim","prompt":"x","max_tokens":3000,"stream":true}'
+
+
+@pytest.fixture(params=PROGRAMS, autouse=True)
+def program(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test with each server."""
+    use(request.param, monkeypatch)
 
 
 @pytest.mark.parametrize("failure", FAILURES)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`lbproxy demo --replicas 2` over a real Redis, as its text tells a user to try it; and what it leaves behind."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two lbproxies behind HAProxy, by the files of docker-compose.yml's profile `ha`: one is replaced, one is killed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two lbproxies over a real Redis: what the API, `lbproxy status`, /metrics and the dashboard show of each other."""
 
 from __future__ import annotations

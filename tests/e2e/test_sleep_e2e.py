@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models that sleep, as users run them: lbproxy in a process, simulated servers, OpenAI's SDK.
 
 The servers share a simulated GPU, which refuses a second one: `refused_wakes` counts what must never happen.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines that are slow and well: none is ejected and nothing that runs there is killed.
 
 By hand, with times as they are in life, and of another build: see `main`.

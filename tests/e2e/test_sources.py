@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SRV records and a file of endpoints that change under load, in lbproxy as a user would run it."""
 
 from __future__ import annotations

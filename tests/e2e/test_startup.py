@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a plain start loads: only what it needs. Times are the benchmark's (`python -m benchmarks.startup`)."""
 
 from __future__ import annotations

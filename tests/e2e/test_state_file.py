@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """lbproxy is stopped, killed, replaced: what it learned is there again, and a file that cannot be used ends nothing."""
 
 from __future__ import annotations

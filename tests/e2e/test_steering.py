@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The admin API of a running lbproxy before simulated servers: seen, drained, changed, explained."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SIGTERM in the middle of responses: all are finished, then the process ends, whatever connections clients keep.
 
 By hand, with figures, and of another build: as tests/e2e/test_slow_engines.py.

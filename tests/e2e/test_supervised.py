@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """lbproxy under systemd: what it tells, when. systemd itself is a socket here."""
 
 from __future__ import annotations

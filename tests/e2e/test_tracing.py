@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Traces of the product as installed: from a client's traceparent to spans at a collector; and that off is off."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """lbproxy between Unix sockets: clients, operators and the model server all come by paths, a restart included."""
 
 from __future__ import annotations

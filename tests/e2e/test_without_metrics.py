@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Servers that show no metrics, before lbproxy as a user runs it: what it knows of their caches all the same."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The KV events of simulated engines, over real sockets: what is counted of a cache is what is in it, events that are
 lost are replayed, and a publisher that starts again is a new process.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Publishers that do their worst, over real sockets: whatever they send, the next clear of an honest one counts, memory
 and the event loop are not theirs, and each kind of problem is counted and logged once.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """However much there is to do, the readers of KV events work a little at a time and a fifth of the time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The server and the user of docs/replicas.md: its permissions are enough, and none of them is too many."""
 
 from __future__ import annotations

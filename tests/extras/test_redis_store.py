@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The store of replicas against real servers: every way to reach one, and what it does when one fails."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replicas that tell each other over a real server, which fails in every way; each has a Balancer without endpoints'
 traffic, so that a test decides every placement.
 """
@@ -27,11 +28,17 @@ from lbproxy.runtime import Runtime
 from tests.support.aio import run, until
 from tests.support.pool import MODEL, card, spec, submit
 from tests.support.redis_failures import FAILURES
-from tests.support.redis_server import needs_redis, redis_server
+from tests.support.redis_server import PROGRAMS, needs_redis, redis_server, use
 
 pytestmark = needs_redis
 KEYS = tuple(range(100, 140))
 WITHIN_S = 30.0
+
+
+@pytest.fixture(params=PROGRAMS, autouse=True)
+def program(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test with each server."""
+    use(request.param, monkeypatch)
 
 
 class Member:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What spans say of a request, by the semantic conventions, and that nothing in them can lose an export."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The thread that sends traces, before a collector that takes them, refuses them, stands still, or is not there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a fuzzer by hand.
 
     python -m tests.fuzz NAME|all [--runs N] [--seed S] [--first N] [--keep]

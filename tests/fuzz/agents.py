@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bodies of /v1/responses and /v1/messages: the `model` that lbproxy sees against json.loads's; each is flattened."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """JSON bodies: the `model` that `requests.openai` sees against the one that json.loads, as servers use it, sees."""
 
 from __future__ import annotations

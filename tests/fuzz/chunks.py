@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chunked bodies: `net.connections.h1.ChunkedFraming`, fed in pieces, against h11: same payload, same end, or both
 broken.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Event streams: the scanners of `core.requests.sse`, fed in pieces, against a plain look at the whole."""
 
 from __future__ import annotations

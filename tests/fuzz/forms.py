@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Multipart forms: the `model` that `core.requests.forms` reads against the one that werkzeug's parser, as servers use
 it, sees.
 

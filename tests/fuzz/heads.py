@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Response heads: `net.connections.h1.parse_head` against h11 and llhttp (httptools).
 
 What we take both must take, with the same status, framing and fields, and a connection that we keep llhttp would keep.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Metrics pages: `core.engines.exposition.Scanner` against prometheus_client's parser, line by line.
 
 Its parser gives a page up at the first bad line; ours skips the line. So each line is given to it by itself.

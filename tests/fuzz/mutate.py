@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inputs that are nearly right: a good one, changed in a few of the ways in which parsers have been fooled before.
 
 Everything comes from a seed, and each input from its own number: `--first N --runs 1` makes one input again.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Large JSON: what `core.requests.large_json` reads in segments, cut wherever it can be, against its parser in one
 piece.
 """

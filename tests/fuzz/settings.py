@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings files: `config.parse` gives settings, the same twice, or ConfigError and nothing else, whatever the text."""
 
 from __future__ import annotations

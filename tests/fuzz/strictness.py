@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where lbproxy is stricter than an oracle, or laxer, on purpose: the written list.
 
 A fuzzer that finds a difference asks here whether one of its rules explains it. What no rule explains is a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A short form of every fuzzer, and the list of differences that are meant. By hand: `python -m tests.fuzz all`."""
 
 from __future__ import annotations

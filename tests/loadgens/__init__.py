@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Load generators that others wrote, through lbproxy: what they report, beside what lbproxy reports of the same run."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`make test-loadgens`: load generators through lbproxy, before simulated servers. Arguments go to pytest."""
 
 from __future__ import annotations

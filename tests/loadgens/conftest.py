@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Simulated servers with lbproxy before them, new for each run, and the table of the runs, printed and kept."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The load generators' environments, in `.loadgens/` of the project: made of lock files with hashes, and kept.
 
 The lock files are in `locks/`: `uv pip compile --universal --python-version 3.11 --generate-hashes --no-header

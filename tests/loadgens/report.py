@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the load generators and lbproxy report of the same runs, side by side: compared, kept, and as a table."""
 
 from __future__ import annotations

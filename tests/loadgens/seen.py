@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What lbproxy reports of a run: its metrics, and its access log."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each load generator as it installs, through lbproxy: what it reports is what lbproxy reports."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tokenizer that counts as the simulated server does, in Hugging Face's format: load generators ask for one.
 
 They make prompts of so many tokens by turning random tokens into text, and some count the tokens of what they sent. A

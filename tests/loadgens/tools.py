@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The load generators: how each is started, and where its summary says what.
 
 Each runs as it installs, with options that its users have: which server and model, how many requests of which size.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each process of an lbproxy with workers is killed, or told something, under streams and requests."""
 
 from __future__ import annotations

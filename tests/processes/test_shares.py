@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each worker gets of the limits and budgets of all."""
 
 from __future__ import annotations

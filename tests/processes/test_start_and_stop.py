@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An lbproxy with workers that is told to stop while it starts, and one that is started by another."""
 
 from __future__ import annotations

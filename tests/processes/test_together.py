@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two workers decide as one: what only a single balancer can know holds over them."""
 
 from __future__ import annotations

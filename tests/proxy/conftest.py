@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every test of the data path runs on both ways in: the fast lane, and aiohttp for everything. What an exchange does is
 held against its table of steps, a relay against that of its stages, a client's connection against that of its states.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`make test-real`: everything in this folder, its environment made first.
 
 Where the real servers cannot be had it says so, in a way that nobody overlooks, and ends with 0: that is no failure of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One prompt in the words of each API that generates, and what its responses say, streamed or not."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One fleet of real servers for all tests of this folder, and the figures that they found, shown at the end."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the real servers and clients need, installed into `.real/` of the project and kept there.
 
 Each part is made once and marked with a stamp of what it was made from; a changed list of packages makes it anew.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests as programs send them: OpenAI's SDK, retries switched off, so that every failure is seen.
 
 An answer counts as good only if it is whole: as many tokens as were asked for and the finish reason of that. vLLM ends

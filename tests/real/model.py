@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A language model small enough for a test, and three LoRA adapters of it: made here, so that nothing is fetched.
 
 Run by the servers' own Python, in the environment that they are installed in:

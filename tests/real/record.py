@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records what a real vLLM says on the parts of its API that agents use: `python -m tests.real.record [NAME ...]`.
 
 It starts vLLM servers with the tests' tiny model, one after another and each on one core, and writes exchanges to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records how two real vLLM servers hand the KV cache of a prompt over with NIXL: `python -m tests.real.record_apart`.
 
 What lbproxy sends to prefill, what that returns, and what decode is sent and returns become exchanges in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The processes of the real fleet: two vLLM servers, one `transformers serve`, and lbproxy before them.
 
 Each is a `Daemon`: a command in a process group of its own, so that a kill reaches the workers that vLLM starts, with

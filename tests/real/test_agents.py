@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Client libraries of agents and applications, on real vLLM servers: what tests/clients does on simulated ones."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What programs use: three SDKs, whole and streamed answers, usage, adapters, the list of models; on real servers."""
 
 from __future__ import annotations

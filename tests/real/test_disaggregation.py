@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two real vLLM servers, one for prefill and one for decode: what lbproxy splits is said as one server says it, its KV
 cache is really handed over, and whatever is killed or left in between, nothing fails or stays behind.
 """

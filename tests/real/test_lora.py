@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA adapters on real vLLM servers: each finds a home, and they come and go at run time, all through lbproxy."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What lbproxy reads of real servers: every gauge, none missing, equal to what the server itself shows under load."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What clients see when real servers are left, full, stopped and killed: nothing, while another server has room."""
 
 from __future__ import annotations

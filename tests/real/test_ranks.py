@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real vLLM with data-parallel ranks: conversations return to the rank that has their prefix."""
 
 from __future__ import annotations

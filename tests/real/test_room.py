@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A burst over engines with few slots: what they cannot run waits in lbproxy, and every request is completed."""
 
 from __future__ import annotations

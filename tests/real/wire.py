@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Raw HTTP exchanges with one server, kept as they went over the wire.
 
 Each exchange has a connection of its own (`Connection: close`) and becomes three files: NAME.request.http and

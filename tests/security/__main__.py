@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Figures that a test cannot assert, because a busy machine would fail them: `python -m tests.security [NAME ...]`.
 
 One JSON line each: how long guesses at a key take, what a stalled handshake holds, how large the metrics page gets.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Strings that mean something to a parser further on, wherever a client or a server can put one.
 
 What goes on must be what came or nothing, the log must stay one JSON object a line, the metrics one page of few series.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Secrets in the settings: how they are written, and that nothing that is done with them shows them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """No header, target, redirect, list or page leads lbproxy to an address that its settings do not name.
 
 A canary listens where each of them points, on every loopback address that is named; it must never be connected to.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SECURITY.md: each threat names tests, and they are there; what it says of bounds is what the code says."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scheduler written down naively, as the oracle of the engine's shortcuts.
 
 Every running request is visited in every step, as vLLM does; nothing is counted lazily. The block pool is shared with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Running asynchronous tests: on the loop that users get, with every lost exception made an error."""
 
 from __future__ import annotations

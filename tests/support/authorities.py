@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """For tests that start processes or real clients: imported by the conftest of their folder."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A headless Chromium, driven by its own DevTools protocol over a WebSocket: no driver and no library besides aiohttp.
 
 Debian's package is `chromium` (`make test-tools`); LBPROXY_BROWSER names another. It reaches 127.0.0.1 only.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Certificates for servers of tests: of `localhost`, 127.0.0.1, `vllm.test`, `gpu-1.llm.test`, `gpu-2.llm.test`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether the lbproxy under test is compiled (setup.py), as it is in `make compiled`'s folder."""
 
 from __future__ import annotations

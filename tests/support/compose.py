@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The compose files, the settings under deploy/compose/ and the Dockerfile as data, for tests that hold them together.
 
 `project` reads compose files and merges them as Compose does; of what a service may say, `Service` names the keys that

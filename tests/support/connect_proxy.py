@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small forward proxy that understands CONNECT and nothing else, with what it was asked written down."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each engine's page of metrics says of a load, engine by engine: pages of a few lines with the real names."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A DNS server of which a test decides every answer, over UDP and TCP on one port of 127.0.0.1.
 
     async with DnsServer({"vllm.test": Says(a=["10.0.0.1"])}) as server:

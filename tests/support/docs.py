@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The documentation as data: its files, fenced blocks, tables, and the tables in it that are generated.
 
 Conventions, all invisible to a reader of the page:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model server of which a test writes every byte: what it answers, in which pieces, and how it ends.
 
     async with ScriptedEndpoint({"/health": OK, "/metrics": hang}) as server:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Many simulated servers in one process, for what needs a fleet: `python -m tests.support.fleet COUNT SPEED`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many objects something leaves that only the garbage collector frees."""
 
 from __future__ import annotations

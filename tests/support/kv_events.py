@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is told of KV events, without any."""
 
 from __future__ import annotations

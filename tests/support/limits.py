@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """This process's own limits, lowered for a while."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Both ends of a link between two of lbproxy's processes, in one loop."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clients that ask without a pause and tolerate nothing: what fails for any of them is a failure.
 
 async with load(url, keep=4, fresh=4) as clients:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A collector: takes OTLP over HTTP in a thread of its own, and keeps what came."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pools with everything at its default but what a test is about: balancers, and `Pool` for those that need a loop."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ports for servers that have to listen where they were told to, such as those that are killed and started again.
 
 The kernel gives port 0 and outgoing connections ports of one range. A port from there that was looked up and closed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """lbproxy as its users run it: the installed command, in a process of its own."""
 
 from __future__ import annotations

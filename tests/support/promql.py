@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a PromQL expression asks for, as promql-parser reads it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a Redis server fails, and how that ends."""
 
 from __future__ import annotations

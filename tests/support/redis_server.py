@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real Redis and Valkey servers, where they are installed (make test-tools): started, paused, broken, killed."""
 
 from __future__ import annotations
@@ -20,6 +21,13 @@ from tests.support.ports import free_port
 PROGRAMS = ("redis-server", "valkey-server")
 INSTALLED = [one for one in PROGRAMS if shutil.which(one)]
 needs_redis = pytest.mark.skipif(not INSTALLED, reason="neither redis-server nor valkey-server: make test-tools")
+
+
+def use(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run one of `PROGRAMS` where a test names none; a test is skipped if it is not installed."""
+    if program not in INSTALLED:
+        pytest.skip(f"NOT TESTED here: no {program} on this machine (make test-tools)")
+    monkeypatch.setattr(f"{__name__}.INSTALLED", [program])
 
 
 class RedisServer:

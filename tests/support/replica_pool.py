@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several lbproxies as processes over a real Redis server, before two simulated model servers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An exchange with other replicas without a store: what telemetry, the admin API and the documentation show of one."""
 
 from __future__ import annotations

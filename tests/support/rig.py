@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """lbproxy's data path between scripted endpoints and raw clients, in one loop, without the control plane: endpoints are
 declared up and serve MODEL, so that each test decides everything that happens.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """State files, as lbproxy would have written them."""
 
 from __future__ import annotations

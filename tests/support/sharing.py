@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Balancers that share: what one tells, and what another has counted."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """WebSockets for tests. Two libraries speak here: aiohttp, and `websockets`, of which lbproxy uses the frames; and raw
 connections of which a test writes every byte.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Certificates for tests: an authority of our own, certificates in files as users have them, and clients that check."""
 
 from __future__ import annotations

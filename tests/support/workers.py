@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests with worker processes: the same tests, with the data path in processes of its own.
 
 LBPROXY_TEST_WORKERS=N in the environment has every lbproxy that a test starts run with `workers: N`, unless its

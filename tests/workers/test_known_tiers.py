@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker without a balancer process places requests by itself: tiers hold there too."""
 
 from __future__ import annotations

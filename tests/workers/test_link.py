@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Links between two of lbproxy's processes: what arrives, in what pieces ever, and how a link ends."""
 
 from __future__ import annotations

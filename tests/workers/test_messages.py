@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every message between the processes: what is read is what was sent, of the types that handlers expect."""
 
 from __future__ import annotations

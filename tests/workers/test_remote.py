@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker's runtime: what it reports, what it does alone, and what a new balancer process is told."""
 
 from __future__ import annotations

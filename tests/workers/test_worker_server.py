@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The balancer process's end of the links: what a worker's messages do to the balancer, and what workers are told."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parts of the settings tree: one module for each subject, in the order of config.example.yaml.
 
 A class is a section, its fields are keys with their defaults, and the docstring below a field is its documentation.

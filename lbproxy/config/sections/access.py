@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of who may do what: the secrets that callers prove themselves with.
 
 A secret's text is read, made a digest, and forgotten: nothing that is done with a settings tree (printing, comparing,

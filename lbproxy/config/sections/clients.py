@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of the clients' side: where they connect, how long each phase of a request may take, what each may cost."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings for web pages that call lbproxy from a browser."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of the model servers, and of how their names are resolved and their metrics read."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How settings say where a model server shows its load: specs of metrics, and the `engines` key.
 
 A *spec* names the series of one family that hold a signal: `family`, or `family{label=value,label2="v"}`. A signal is

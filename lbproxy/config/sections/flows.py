@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of flows: whose requests they are, and which share, priority and limits each flow has."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of what decides whether an endpoint gets requests: probes, the breaker, the slow start."""
 
 from __future__ import annotations

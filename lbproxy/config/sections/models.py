@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of models: names of the user's own for what the endpoints serve."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of what is shown of requests and models: decisions, to be explained, traces and who gets these, and how many
 endpoints are recommended.
 """

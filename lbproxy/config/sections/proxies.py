@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of other proxies: those in front of lbproxy, which say who asks, and those on the way to endpoints."""
 
 from __future__ import annotations

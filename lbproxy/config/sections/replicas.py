@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of what several lbproxies before the same endpoints tell each other."""
 
 from __future__ import annotations

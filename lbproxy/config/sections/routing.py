@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of where a request goes, how long it waits for that, where it goes when that fails, and what is kept of what
 was learned."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The admin listener: /healthz, /readyz, /metrics, the API under /admin/ and the dashboard.
 
 `server` serves, `api` has the routes, `state` makes the JSON, `openapi` and `schemas` describe it, `feed` sends it once

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who may use the admin listener: everybody its health and metrics, everything else only who may.
 
 With a token set, that is who sends it, wherever from. Without one it is who calls from this machine: a program of the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The admin API under /admin/: what lbproxy shows of itself, and the few things that can be changed while it runs.
 
 JSON in and out; errors have the shape of the API for clients, with all `problems` where there are several. One table,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The state once a second as server-sent events, for a dashboard.
 
 Whoever finds the last frame a second old renders the next one, for all: no viewers, no cost, and twenty cost little

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What stands in files beside the settings: the API keys that clients may have, and lbproxy's own certificate.
 
 Theory of operation. They are read at the start, where what is wrong with them is fatal, and at each reload, which it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The OpenAPI 3.1 document of the admin API, made from the table of its routes."""
 
 from __future__ import annotations

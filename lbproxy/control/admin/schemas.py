@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the admin API answers, as JSON schemas: the `components` of its OpenAPI document.
 
 Data only; `control.admin.openapi` puts it where it belongs. Every field is `required`, since what is not known is null

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The admin listener: /healthz, /readyz, /metrics, the API under /admin/ and the dashboard. A port of its own, so that
 it answers while clients fill the other.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What lbproxy shows of itself as JSON: its endpoints, the queue, what it learned, what happened of late.
 
 Everything is read from the Runtime's snapshots when somebody asks; about 15 µs an endpoint. What is not known is null,

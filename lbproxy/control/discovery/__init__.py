@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the set of endpoints comes from: the settings, files, DNS, the admin API.
 
 `discovery` makes complete sets of them, with `specs`; `known_names` keeps what is believed of each DNS name, `resolver`

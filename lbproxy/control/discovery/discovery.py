@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the set of endpoints comes from. The only module of the control plane that may read files of settings.
 
 Every source yields complete sets: the Balancer compares them with what it has, so that a source that was restarted, or

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What nameservers say of a name: addresses, services, or why none. Values, and what is usable of them. Pure."""
 
 from __future__ import annotations

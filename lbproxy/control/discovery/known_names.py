@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is believed of names, told each answer about them. Pure.
 
 - An answer with addresses is the name's new set, at once: what it lacks drains, what it adds is probed first.

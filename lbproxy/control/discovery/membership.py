@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hands the set of endpoints to the balancer, and what changed in it to the loops that look after endpoints.
 
 An endpoint that joins takes the balancer some 25 µs. A name that suddenly has a thousand addresses would hold up the

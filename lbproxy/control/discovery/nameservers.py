@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asks nameservers. The only module that knows a DNS library (dnspython); all of it runs in the resolver's thread."""
 
 from __future__ import annotations

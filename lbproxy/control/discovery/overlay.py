@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Endpoints that the admin API added to those of the settings file, and those that it removed from them.
 
 They live in memory: a restart begins with the file alone. A reload drops those that were not to be kept; one that is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asks which addresses a name has: the hosts file, and DNS by way of `nameservers`.
 
 It says what was answered; what of it to believe is discovery's. Invariants:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes what the balancer gets, an `EndpointSpec`, of an entry of the settings or of a file. Pure.
 
 An entry that is a name leads to up to a thousand endpoints: what these have in common is read once (`MemberSpecs`).

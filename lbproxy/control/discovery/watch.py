@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loops that look after the endpoints: started when an endpoint joins the set, cancelled when it leaves.
 
 Every loop is a task of the group it is given, which therefore outlives it and awaits it, also after its cancellation.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What /metrics says: families of Prometheus samples, made of snapshots and counts when somebody scrapes.
 
 `common` has the makers of families and those of the processes; `endpoints`, `replicas`, `kv_events`, `scaling` and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What telemetry builds its page of: histograms, families by kind, and those about lbproxy's own load.
 
 With `control.telemetry.telemetry` the only module that knows prometheus_client.

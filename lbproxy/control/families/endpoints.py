@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What /metrics says of each endpoint, from a snapshot. Pure."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counts of values by bucket. Pure; in a module of its own as it is compiled: each request is counted in three."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What /metrics shows of the KV events of endpoints, and what it has to know for that."""
 
 from __future__ import annotations

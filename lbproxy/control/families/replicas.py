@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What /metrics shows of the exchange with other replicas, and what it has to know for that.
 
 The label `replica` is the name. Ids are not labels: each process has another one, so that every restart would add

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What /metrics shows for autoscalers, by model: see `core.scaling.advice`. Adapters count for the endpoints of their
 base model, and have no series. At most `MAX_MODELS` models have.
 """

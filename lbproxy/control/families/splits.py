@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What /metrics says of requests that are split between prefill and decode endpoints, and of these endpoints.
 
 Counted once per request with a first leg, as in `control.telemetry.telemetry`. Where no endpoint has a role there are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What /metrics says of requests that were placed in a special way: split, or above the lowest tier of endpoints.
 
 Where all endpoints are of one tier and have no limits of their own there are no families of tiers. Labels are names of

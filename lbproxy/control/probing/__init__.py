@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads each endpoint's health, models and metrics. One supervised loop each (`prober`, `scraper`); `roles` warns of
 roles that do not fit together.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dials an endpoint once and says everything that was found: for `lbproxy check`. Changes and reports nothing."""
 
 from __future__ import annotations

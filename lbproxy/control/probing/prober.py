@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asks one endpoint whether it lives, which models it serves and how much its cache holds, for ever.
 
 It reports; the Balancer judges. One prober per endpoint, so an endpoint that hangs, lies or is gone slows no other.

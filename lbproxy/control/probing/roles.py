@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Warns once of roles and connectors that do not fit together: `core.engines.pairing`, for the log.
 
 A finding counts when two looks in a row have it, since engines are read one after the other; when it is gone and comes

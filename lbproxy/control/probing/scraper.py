@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads one endpoint's own metrics page, several times a second, for ever.
 
 It turns pages into `LoadMetrics` reports and keeps a `ScrapeStatus` of how that goes, which telemetry shows. A scrape

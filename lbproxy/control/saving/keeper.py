@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keeps what was learned in the state file: reads it at the start, and writes it regularly and at the end.
 
 The export runs on the event loop, as what it reads changes there, in turns of at most `TURN_S` with pauses between; the

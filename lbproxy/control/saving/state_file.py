@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The state file: read whole or not at all, replaced atomically, written by one process at a time.
 
 A new version is written beside it (`.tmp`), flushed to the disk and renamed, so that a crash leaves the old version.

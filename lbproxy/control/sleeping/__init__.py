@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Carries out what the Balancer orders of servers that sleep: puts them to sleep, wakes them, has them started.
 
 `calls` are the requests to a server or a webhook, in vLLM's words; `driver` asks each server whether it sleeps, and has

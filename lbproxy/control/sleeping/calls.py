@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The calls that put a server to sleep and wake it, as vLLM has them (docs/decisions/0045), and the one to a webhook.
 
 Each is bounded in time and size. Those that change something return what went wrong, or None.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The driver of `core.sleeping`: asks each server whether it sleeps, carries out orders, logs what servers became.
 
 Invariants: every order ends with one `ended`, also if this loop fails or is cancelled. Before a server that shares GPUs

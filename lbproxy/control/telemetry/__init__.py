@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is measured and written down: Prometheus families, the log, the last requests, the last minutes, memory.
 
 Sinks of records and transitions; gauges are read from a snapshot when somebody scrapes. Only `telemetry`, `families`

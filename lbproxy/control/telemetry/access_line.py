@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The access log's line of a request. Pure but for the wall clock.
 
 Not in log.py, as this is compiled, and a compiled class cannot inherit from one of the standard library's.

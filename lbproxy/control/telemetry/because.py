@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Why an endpoint was chosen, in words.
 
 Pure: a decision in, a clause out. Of the chosen candidate and the next best, the part of the cost that differs most is

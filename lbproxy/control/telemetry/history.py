@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The last minutes in steps of five seconds: requests, errors, latency, what ran and waited. For whoever looks later.
 
 It samples what telemetry counts anyway, so it costs nothing for each request.

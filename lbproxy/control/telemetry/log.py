@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """JSON lines on standard output: how they are written, and everything that goes through the standard library's loggers.
 
 Theory of operation. The event loop must never wait for whoever reads our log, so a line is only appended to a bounded

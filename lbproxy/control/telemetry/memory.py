@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What memory this process has, and what it may have: read from /proc and the cgroup's files, where there are any.
 
 The limit is the lowest of this process's cgroup and its parents' (version 2, else 1), or what the machine has. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What happened of late: the last so many requests with the decisions about them, and what endpoints became.
 
 A sink. Per request it keeps a reference; everything else happens when somebody asks. Bounded by the setting, and by

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What lbproxy tells of itself: every Prometheus family, and the sink that feeds the access log.
 
 `Telemetry.request` runs once per request on the event loop, so it only adds to plain dicts and lists; all else happens

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lines that a thread writes, so that the event loop never waits for whoever reads them.
 
 Not in log.py, as each request has a line and this is compiled: a compiled class cannot inherit from one of the standard

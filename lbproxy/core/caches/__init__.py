@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each endpoint is predicted to have loaded: prefixes of prompts, and LoRA adapters.
 
 `prefix_index` is the tree of all prompts that were sent to endpoints, with the endpoints that should still have them

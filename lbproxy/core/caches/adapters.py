@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which LoRA adapters an endpoint has loaded, and what a request for another one costs.
 
 An engine computes at most `slots` distinct adapters together (vLLM's `max_loras`). An adapter without requests stays

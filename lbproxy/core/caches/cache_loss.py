@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Detects that an endpoint lost its prefix cache, from the reported `cached_tokens`: a restart that no probe saw.
 
 A prompt is expected in the cache if its prefix was computed there before and no request in flight shares it. If it is

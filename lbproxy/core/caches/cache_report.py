@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the KV events of an endpoint show of its prefix cache as a whole."""
 
 from __future__ import annotations

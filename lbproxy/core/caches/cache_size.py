@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How large an endpoint's prefix cache is, learned from reported `cached_tokens`: for engines that do not report the
 size.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The blocks that an engine has in its prefix cache, counted from its KV events: how full the cache is, and how large.
 
 Only blocks on the GPU count: they are what a request hits without a transfer. A block may be stored twice, and a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The predicted content of each endpoint's prefix cache: which blocks were sent there, and when.
 
 `PrefixIndex` is a tree of prompts. Each `Node` is a piece of a prompt: some keys (see `core.requests.prompt_keys`), and

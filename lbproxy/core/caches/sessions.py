@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the last request of each session was placed: it may be cached there although its keys do not show that.
 
 A client may name the session of a request (`x-session-id`, the fields of Codex and Claude Code, `prompt_cache_key`).

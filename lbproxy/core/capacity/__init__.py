@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much more an endpoint can take now, and how long a request waits there (`room`).
 
 A `Room` consists of what limits an engine: `slots` (requests that run at once), `space` (its KV cache, where it reports

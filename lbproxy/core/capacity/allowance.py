@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an endpoint's own limits leave of it: requests and tokens a minute, tokens a day, requests in flight.
 
 Limits of a provider, or a budget. A request reserves its estimated tokens when it is placed, and what it used is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Amounts over time: a token bucket over a minute, and what was used in the last day."""
 
 from __future__ import annotations

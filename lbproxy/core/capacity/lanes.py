@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the first bytes of one endpoint compare with the prediction by a serial prefill queue.
 
 Each first byte, whose request was placed with a prediction, teaches two things:

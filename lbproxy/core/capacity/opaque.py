@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long opaque requests take, whose work cannot be read: embeddings, audio, images, and whatever is not a prompt.
 
 Before such a request ends, only its model and the size of its body are known. So its expected cost is what recent

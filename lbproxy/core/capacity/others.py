@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What other clients use at an endpoint: requests and cache space that its reports contain and that are not ours.
 
 Gauges lag behind our own counts, and the lag looks like load of others. So a small difference does not count, and a

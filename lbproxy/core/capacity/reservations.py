@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The requests that are held for one endpoint: how many, how much work, and how much of it precedes another request.
 
 A held request waits in the Balancer's queue, with a reservation here: the prefill work that it would have at this

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many requests an engine runs at once, estimated from the durations of non-streaming responses alone.
 
 A non-streaming response shows one time: its end. It took the time of its tokens, and waited in the engine for others to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much more may be sent to one endpoint now, and how long a request waits there: one result for prices, deadlines,
 overload and explanations.
 

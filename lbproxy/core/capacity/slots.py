@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many requests one engine runs at once, learned from what shows it, and how fast it starts waiting requests.
 
 SGLang and llama.cpp report the number (`limit_reported`, `core.engines.server_info`); it is an upper bound then, as

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the KV cache of an engine without gauges has space for, learned from streams that stall.
 
 An engine takes requests as long as their prompts fit. As the responses grow it sends running requests back to its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which endpoints there are, and which may be asked: the set, the health machine, the circuit breaker, the index by
 model.
 

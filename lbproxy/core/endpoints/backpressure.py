@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Endpoints that respond "not now", or fail fast, get no requests for a while if others can take them.
 
 Without this they would attract traffic: an endpoint that refuses at once is always the least loaded. This is a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The circuit breaker: when failed requests eject an endpoint, and for how long. One `Breaker` for each endpoint.
 
 It decides; the judge acts (see `core.endpoints.judge`). An endpoint is ejected for one of three reasons:

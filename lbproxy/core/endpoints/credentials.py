@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Credentials for an endpoint or the proxy before it, and how its certificate is verified."""
 
 from __future__ import annotations

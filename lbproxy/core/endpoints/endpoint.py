@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The identity and configuration of an endpoint, without its state."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The set of endpoints: the members, their states, and whether their gauges are fresh.
 
 It is the only owner of every `EndpointState`. The results of probes, connections and requests are reported to it, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds endpoints that accept requests and make no progress: a hung worker behind a healthy HTTP server.
 
 Its /health returns 200 and its gauges do not change, so that nothing else would detect it. An endpoint hangs if it has

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The state machine of an endpoint's health: its state after each event.
 
 There are two sources of events. *Health* is what probes and connections show; it distinguishes up and down. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Turns the results of probes, connections and requests into transitions between the states of `core.endpoints.health`.
 
 It owns what several endpoints share in this (when the first ejection ends, the slow start, the progress watch), and

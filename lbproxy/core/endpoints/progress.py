@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one endpoint showed of its work: bytes of responses, and metrics that change. `hang` uses it."""
 
 from __future__ import annotations

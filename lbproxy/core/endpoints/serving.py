@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The index of models: which endpoints serve each model, and which of those may take requests now.
 
 A change of one endpoint updates the counts of its models and drops their lists; the next `candidates` filters one list

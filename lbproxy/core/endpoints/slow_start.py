@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The slow start: an endpoint that came back, or is new, gets a share of requests that grows from a tenth to all.
 
 Its cache is empty and its engine still compiles, while it is the least loaded of all, so that every policy would send

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the balancer knows of one endpoint, now."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What engines report: metrics pages, load reports in headers, the pages on which they describe themselves.
 
 Text in, `LoadMetrics` out. `dialects` has one table for each engine, built in or from the settings: a new engine is a

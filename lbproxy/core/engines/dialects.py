@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The metric names of each engine, as data: one `EngineTable` each, built in or from the settings.
 
 A table lists for each signal the specs to try in order, since engines rename their families. An engine with other names

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prometheus text (format 0.0.4) -> the samples of the wanted families, and nothing else.
 
 A server's page has 48 to 88 KB and is read five times a second for each endpoint, while only about six of its hundred

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prefill and decode apart: the roles of endpoints, and how the KV cache of a prompt gets from one to the other."""
 
 from __future__ import annotations

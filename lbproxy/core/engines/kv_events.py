@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV cache events as engines publish them over ZMQ: the bytes of one message in, typed events out.
 
 vLLM and SGLang send messages of three frames: a topic, a sequence number of 8 bytes (big-endian, from 0 at each start

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sequence numbers of one publisher of KV events: what is next, what is missing, and when it started again."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an engine reports of its load, the same for all engines. `None` means not reported, and never 0."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Load reports that come with responses (ORCA), in the header `endpoint-load-metrics`.
 
 On demand (request header `endpoint-load-metrics-format: TEXT` or `JSON`) an engine reports its load with each

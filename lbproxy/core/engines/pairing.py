@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What does not fit together where prefill and decode are apart: a line each, for `lbproxy check` and the log.
 
 Pure, and over plain facts: who asks has them of the settings, of the engines, or of both. An endpoint whose models are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a metrics page becomes `LoadMetrics`, by one engine's table.
 
 The rules:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an engine states of itself outside its metrics: the size of its KV cache, and how many requests it runs at once.
 
 SGLang and llama.cpp expose metrics only if they are started with an option, but always describe themselves. This module

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an engine reports of its sleep mode. Pure.
 
 The contract is vLLM's (docs/decisions/0045): `GET /is_sleeping` returns `{"is_sleeping": bool}`. An endpoint whose

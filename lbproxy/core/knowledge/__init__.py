@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is learned of speed and work: of one endpoint (`load_model`), and of all together (`pool_model`).
 
 Each placed request is a `Placement` until it ends. From first bytes, gaps and usage the models learn how fast prompts

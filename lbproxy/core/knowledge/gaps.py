@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inter-token gaps, learned as a line over the context tokens at an endpoint: `gap_ms + gap_per_token_ms * context`.
 
 What context adds to a step is a property of the model and its hardware. So the slope is learned from all endpoints

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One endpoint's prefix cache: what should be in it, how large it is, and whether it was lost.
 
 Its size is configured, reported, measured by KV events, or learned; the first of these that is known counts.

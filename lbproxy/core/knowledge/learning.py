@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a value is learned: a bounded step towards each sample, and a count of the samples.
 
 Without samples a value is an assumption. Policies use it all the same; displays must mark it as assumed.

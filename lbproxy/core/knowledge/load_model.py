@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is known of one endpoint, learned from our own requests there: its work, speed, cache, adapters and room.
 
 It is `EndpointState.load`, so that a policy reads it without a look-up. The Balancer reports placements, first bytes,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One placed request, as its endpoint's load model counts it. The load model writes it."""
 
 from __future__ import annotations

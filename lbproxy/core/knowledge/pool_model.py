@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all endpoints have in common: rates, the prefix index, which models are adapters, how many requests are held.
 
 What differs by endpoint is in `core.knowledge.load_model`, which also updates this. Policies only read.

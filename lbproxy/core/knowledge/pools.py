@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pool models of all tiers of endpoints: what is learned of one tier shows nothing of another.
 
 An endpoint that joins starts with what its tier learned. A provider's speed is no guess for a GPU of one's own.

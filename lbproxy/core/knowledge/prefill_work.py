@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much work a prefill is, in tokens with little context before them.
 
 Each token attends to all tokens before it, so a token after a long context, cached or not, takes longer. A speed that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What configured weights say of the endpoints' speeds before these are measured.
 
 A weight is the operator's estimate: an endpoint of twice the weight is assumed to prefill twice as fast, until its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How fast one endpoint is, relative to all: the time to prefill a token, the fixed time to a first one, inter-token
 gaps.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long a second leg takes to its first byte: learned for all endpoints together.
 
 A line through what was seen: a fixed part, and one for each token of the prompt that the second endpoint had not

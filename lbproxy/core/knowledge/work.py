@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The work at one endpoint, as our own requests show it: what is placed, what is not prefilled yet, what grows.
 
 An engine prefills in the order of arrival, so the requests without a first byte (`pending`) are its queue, measured in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the balancer has learned of speeds, caches and the queue, as plain numbers for displays."""
 
 from __future__ import annotations

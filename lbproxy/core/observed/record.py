@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The record of one request, from which metrics, logs and traces are made."""
 
 from __future__ import annotations

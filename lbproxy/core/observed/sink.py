@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who is told what was observed: access log, metrics, traces."""
 
 from __future__ import annotations

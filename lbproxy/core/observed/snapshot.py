@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pool at one moment: plain data that does not change."""
 
 from __future__ import annotations

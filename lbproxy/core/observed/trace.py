@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which requests are traced, and under which ids: W3C Trace Context, received and sent. Pure.
 
 A `Trace` belongs to a `RequestRecord` and is filled in together with it: it has what the record does not have, the ids

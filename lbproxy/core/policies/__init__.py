@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which endpoint is best for a request: every policy, and how its decisions are explained.
 
 `policy` is the interface: a list of candidates in, a list of costs out. `adaptive` is the default; `registry` has the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The adaptive policy: what a request costs on each endpoint, in milliseconds, for itself and for all others.
 
 The price of an endpoint is the sum of six terms, each explained below where it is added: the request's own time to its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routing rules of other routers, for comparison. Each is the rule, not the router: same signals, same tie-breaks, same
 driver as `core.policies.adaptive`.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is kept of a decision for a later explanation: the candidates, the cost of each, and the excluded endpoints.
 
 A `Decision` is made for every request, together with the choice, from lists that exist anyway; the parts of the costs

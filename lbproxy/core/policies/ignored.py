@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings that the configured policy does not read: reported by `lbproxy check`."""
 
 from __future__ import annotations

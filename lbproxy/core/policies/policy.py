@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The interface of a routing policy.
 
 A policy prices the candidates of one request; the Balancer takes the lowest price and counts the request there in the

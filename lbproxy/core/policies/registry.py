@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The policies that only use counts and gauges, the weighted scorers, and the table of all policies.
 
 The interface is in `core.policies.policy`, the default for model servers in `core.policies.adaptive`, and policies for

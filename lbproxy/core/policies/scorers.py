@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The built-in scorers: each rates every candidate of a request between 0 (worst) and 1 (best).
 
 A candidate whose signal is unknown or stale scores 0: an unknown load must never look idle.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prefill and decode apart: whether a request is split, and between which endpoints.
 
 `Split` is a policy around another. It prices whole requests on the endpoints that take them, and split ones on pairs:

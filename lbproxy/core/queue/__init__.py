@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests that wait, in which order, and the moment at which one is placed.
 
 `ticket` is a request's place in the balancer; `choice` decides where it goes now, or why it waits or ends;

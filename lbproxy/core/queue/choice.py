@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The decision: which endpoint a request goes to now, or why to none.
 
 There may be tiers of endpoints: `core.queue.tiers` decides among them. Nothing above a request's `max_tier` is ever a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which waiting requests are considered, and when.
 
 A waiting request is held for the endpoint that is best for it, with a reservation there (`core.capacity.reservations`),

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What follows an attempt that failed before any of a response went to the client, and what it says of the endpoint."""
 
 from __future__ import annotations

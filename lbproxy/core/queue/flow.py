@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One flow: its limits and what is left of them, its position in the order of service, its figures. See `flows`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flows: which flow a request belongs to, which flow is served next, and what each flow may use.
 
 A flow is an API key, or the value of a header (see `flow_of`); requests without either are one flow. While requests of

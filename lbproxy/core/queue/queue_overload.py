@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How fast requests leave the queue, and whether they have been arriving faster than that for a while.
 
 Under lasting overload the newest requests are served first: served in order of age, all would be too late. The rule is

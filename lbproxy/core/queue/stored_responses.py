@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which endpoint has which stored response.
 
 Only the server that stored a response (`/v1/responses`, or a chat with `store`) has it. Requests that continue it

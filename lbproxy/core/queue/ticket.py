@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A request's place in the balancer."""
 
 from __future__ import annotations

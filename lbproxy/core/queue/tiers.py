@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The choice among tiers: which tier takes a request, and why not a lower one.
 
 Tiers are considered from the lowest. A request goes to a higher one only if no endpoint of a lower one can take it:

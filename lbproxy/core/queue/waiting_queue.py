@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The waiting queue: requests that could be served but are not placed yet.
 
 They wait because every endpoint is full, because the health of none is known yet, or because the policy holds them: an

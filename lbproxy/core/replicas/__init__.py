@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What several lbproxies before the same endpoints tell each other, so that each counts the others' requests as well.
 
 `batches` has the events and their form as bytes, and validates what arrives; `journal` gathers this replica's events;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batches of events that replicas send each other, and their form as bytes. The one place that validates them.
 
 A batch is a byte with the version and a msgpack array. Batches of one replica are numbered. What happened is told by

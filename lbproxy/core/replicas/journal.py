@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What this replica tells the others: its placements, first bytes and ends, gathered between two batches.
 
 The Balancer notes events here, which costs an entry in a list; batches are made when the driver takes them. Nothing is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the other replicas placed, as the Balancer counts it: as requests of known work at its endpoints.
 
 Each of their requests gets a ticket of ours, so that it counts in the load model of its endpoint, in its prefix cache,

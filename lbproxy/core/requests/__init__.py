@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What clients ask for and what they get: request bodies and forms, prompts and their keys, SSE, outcomes, retries.
 
 Everything here is bytes from outside, or a value made of them, and independent of endpoints. Untrusted input is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The `model` field of a multipart form (RFC 7578), which clients send with files.
 
 The parts are walked from boundary to boundary, up to the end: OpenAI's own examples send the file before the model, and

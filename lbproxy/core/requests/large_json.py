@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A large JSON body, parsed in many short turns of the event loop.
 
 It is outlined first (`core.requests.outline`), then parsed, one segment a turn. A segment ends at a comma in a list

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts of a prompt that are not text: images, audio, video and files, as a number of tokens and a hash.
 
 An engine computes an image as some hundred or thousand tokens, whatever the size of its base64. The tokens are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model that a request is placed by, from the model that it names; and the list of models for clients."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """OpenAI's wire formats, as far as a balancer must read or write them: request bodies, model lists, error bodies.
 
 Everything read here comes from outside and is not trusted. What is wrong with it is raised as an `LbError`; nothing

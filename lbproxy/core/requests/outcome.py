@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How requests end, and what the client gets in each case."""
 
 from __future__ import annotations

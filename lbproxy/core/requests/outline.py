@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The outline of a large JSON body: what parsing would cost, and a shorter text with the same content.
 
 A JSON parser holds up the event loop from the first byte to the last. So a large body is first walked in slices,

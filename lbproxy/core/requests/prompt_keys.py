@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The keys of a prompt, by which `core.caches.prefix_index` finds it again.
 
 The bytes of a prompt (`core.requests.prompts`) become one key for each full block. Keys are chained, so that a key

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The prompt that the model will read, as bytes, from a parsed request body: one function for each API.
 
 The next turn of a conversation flattens to the bytes of the previous turn and more, so that a shared prefix stays

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The request as the balancer sees it, and the usage that an endpoint reports."""
 
 from __future__ import annotations

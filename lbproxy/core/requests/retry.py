@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Why an attempt fails, and what follows: another attempt elsewhere, or the end.
 
 This is only about failures before the commit (docs/architecture.md): once the first byte of a body went to the client,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Watchers of the payload of a response that is relayed verbatim. They see every byte and change none.
 
 They find out what must be known during a response and at its end: whether a token arrived, the number of events, the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What was learned and used, as plain data that survives a restart: exported, checked and taken over again.
 
 `pieces` exports pool, endpoints and prefixes, what was used of limits and how long wakes took, as a sequence of small

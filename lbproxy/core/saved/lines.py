@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pieces of saved data as lines of JSON, and back."""
 
 from __future__ import annotations

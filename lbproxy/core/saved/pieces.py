@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exports what a pool has learned, in small pieces: the driver goes on with other work between two of them.
 
 A piece is a mapping of plain values (text, numbers, lists, mappings). In order: one `head`; if something is learned,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Validates saved data, which is not trusted: the one place that decides what of it may reach the balancer.
 
 A `Reader` takes the pieces of `core.saved.pieces` one by one and raises `SavedError` at the first that is wrong. What

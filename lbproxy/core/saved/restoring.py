@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gives saved data to a new pool: by the age of the data, and to each endpoint when it joins.
 
 Rates of an endpoint are used as far as their age allows: what is left of their deviation from the pool's shrinks by

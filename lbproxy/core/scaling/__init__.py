@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many endpoints each model needs: demand by model, what one endpoint can do, and the advice that follows.
 
 `demand` counts requests as the Balancer places them; `capacity` has the formula, from rates and sizes to a number of

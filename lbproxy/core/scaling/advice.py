@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many endpoints each model should have, kept steady; and how long its requests wait, and how much room is left.
 
 `Advice.look` is called once a second. A higher number counts at once, a lower one when it has been enough for the whole

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many endpoints a load needs: the formula, without memory (docs/autoscaling.md has it in words).
 
 Of each second of an endpoint a part goes to prefills, the rest to steps that give each running request one token. With

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What clients ask for, by model, in counts that only grow: rates are differences of two readings (`readings`).
 
 Counted is what could be served: each request once as it arrives, also if it is refused for lack of room or waits, but

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the endpoints of a group are now, on average: what they run, what they hold, and what is known of their limits.
 
 The engine's own word counts before ours.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What clients ask of one group of models: how many requests come, and how large they are.
 
 Rates are exponential means. Two of them tell how many requests come: a slow one, and a quick one less what chance

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The load and the capacity of one group of models, for the formula in `capacity`.
 
 Models that stand on the same endpoints are one group: their demand is met by the same machines. Of the time to prefill

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long a step of an engine takes, by how many requests run: learned from how many run and how many tokens come.
 
 It is a line through two points: the present load, for which it is exact, and the lowest load of the last day. Until

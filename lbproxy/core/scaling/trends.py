@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values over time: an exponential mean, and the least of what was seen. Pure."""
 
 from __future__ import annotations

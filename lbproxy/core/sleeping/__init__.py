@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which endpoints sleep, which are woken and which are put to sleep, and when.
 
 `phase` is the state machine of one model server, `server` what is known of it, `demand` what waiting requests need;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What waiting requests need of servers that are not awake: read from the queue, summed up by what they ask for."""
 
 from __future__ import annotations

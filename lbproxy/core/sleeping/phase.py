@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The state machine of a model server that may sleep: its phase after each event.
 
     unknown ──▶ awake ──▶ draining ──▶ falling_asleep ──▶ asleep ──▶ waking ──▶ awake

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is known of one model server that may sleep: its phase, its ranks, how long it takes to wake, its failures."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The servers that may sleep and their hosts: who could meet a need, who has a place, when one will be awake.
 
 It is the owner of every `Server`, and the only one that moves it from phase to phase (`move`). It decides nothing.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which server is woken, which is put to sleep, and when. It decides; a driver calls the servers.
 
 A driver reports what servers say (`reported`) and how calls ended (`ended`), calls `decide` several times a second, and

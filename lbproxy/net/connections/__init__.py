@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Established connections to endpoints: HTTP/1.1 (`h1`, sans-io), the pool that keeps and shares them (`pool`), and
 writes that are sent together (`corked`).
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One request with a small, bounded response, driven by callbacks: for an exchange, which has no task that could await
 `fetch`. No redirect is followed and no encoding decoded.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is written in one turn of the event loop is sent together at its end.
 
 A send wakes up a reader that sleeps, and that takes longer than everything else about a small write: 10 to 20 µs on a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One small response, complete, for probes and scrapes. Bounded in time and size. No redirect is followed and no
 encoding decoded, so that an endpoint cannot lead lbproxy elsewhere or send a decompression bomb.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HTTP/1.1 as a client: request heads out, response heads and body framing in. Sans-io.
 
 Theory of operation. A response is a head, which `parse_head` turns into a `ResponseHead` with its framing (RFC 9112,

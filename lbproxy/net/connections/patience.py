@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The deadlines of one attempt at an endpoint: which clock runs now, and what happens when it expires.
 
     clock       runs from            until                                        at most

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Connections to the endpoints: opened, kept for a while, reused, and watched for silence.
 
 Theory of operation. A `Connection` is an asyncio protocol that carries one exchange at a time. `send` takes a receiver,

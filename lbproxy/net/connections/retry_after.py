@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long an endpoint that refused asks to be left alone: Retry-After (RFC 9110, section 10.2.3). Pure but for the
 clock, which a date is compared with if the response has no Date of its own."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Paths below an endpoint's URL, if that has a path of its own, as in the `base_url` of OpenAI's SDK.
 
 `https://host/openai/v1` and `https://host/v1beta/openai` stand for the client's `/v1`: a segment with a version is in

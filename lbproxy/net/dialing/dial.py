@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A connection to an endpoint, by TCP, a Unix socket or through a forward proxy: to the first of its addresses that
 responds in time, with options for streams.
 """

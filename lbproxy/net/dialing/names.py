@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The addresses of endpoints whose host is a name, as dials use them.
 
 Once a name was resolved no request waits for a nameserver any more. A dial uses the known addresses, and if they are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The destination of a connection. Not in pool.py, which is compiled: a compiled class cannot be a tuple."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TLS to the endpoints: the verification of their certificates, and why a handshake failed.
 
 Certificates are text here: the reader of the file has reported what was wrong with it. Invariant: only configured

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CONNECT, sent to a forward proxy on an established connection: RFC 9110, section 9.3.6.
 
 Bounded in bytes here; bounded in time by the caller. With HTTP and TLS the client speaks first, so nothing follows the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TCP options by which the kernel detects vanished peers: their host is gone, or drops our packets.
 
 Without them a connection to such a peer lives for a quarter of an hour if something was sent, and for ever if not.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sockets that listen: opened, inherited, handed over to a successor, accepted from under a limit on descriptors.
 
 `listener` accepts, `bind` opens, `inherit` passes sockets on, `certificate` is TLS for clients, `notify` reports to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Opens listening sockets: TCP on every address of a host, or one Unix socket at a path.
 
 Invariants for a Unix socket: a file without a listening process is replaced, as a killed process leaves it behind; a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TLS for clients, from a certificate and its key."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Listening sockets inherited from another process, or passed to one: a restart in which the address is never closed.
 
 They are inherited as systemd passes them (sd_listen_fds(3)): from descriptor 3 on, `LISTEN_FDS` of them, with names in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Listening sockets, and the loop that accepts from them under a limit on descriptors.
 
 Why it replaces asyncio's server: that cannot refuse before it has built a connection, closes connections for which it

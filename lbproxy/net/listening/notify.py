@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages to systemd: that lbproxy serves, reloads, stops, hands over, and that its event loop runs (sd_notify(3)).
 
 Sent as datagrams to the socket in `NOTIFY_SOCKET`; without that nothing is sent. Invariants: sending never raises and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One request at the endpoints: attempts up to the commit point, then the relay of the response.
 
 `exchange` is driven by callbacks, `steps` is its table of states, `relay` transfers the response, `exchanger` is what

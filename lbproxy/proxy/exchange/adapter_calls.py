@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loading and unloading LoRA adapters: one client's call, made at every endpoint of a base model.
 
 It is off unless the settings have `lora_management: true`: then every client may load and unload adapters. The client's

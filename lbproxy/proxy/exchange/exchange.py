@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One request from its place in the balancer to the end of its response: attempts, the commit point, the relay.
 
 Theory of operation. An `Exchange` is driven by callbacks alone: of the runtime (a place was found), of the pool (a

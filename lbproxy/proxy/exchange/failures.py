@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The failed attempts of one request, as the next attempt and the client's error need to know them; and which of them
 an error of the endpoint is."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An exchange's step, what is in progress in it, and its end, whatever it was doing.
 
 `proxy.exchange.exchange` has the attempts between; `proxy.exchange.steps` the table of steps. Invariants:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What of a response waits to be sent while another response may still take its place: its head, and of some streams
 their first events.
 

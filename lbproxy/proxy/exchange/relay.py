@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The transfer of a response from an endpoint's connection to a client's transport, from its head to the last byte.
 
 Theory of operation. After the head, every read from the endpoint goes to the client in the same callback, unchanged,

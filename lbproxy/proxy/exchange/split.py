@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The first leg of a split request: prefill, and what it hands over to decode.
 
 The exchange places both legs and sends the second one; this sends the first, by the connector's contract

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an exchange is doing, and what comes next.
 
     step          event                                                         next step

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clients' connections, from accepting a request to the last byte of its response.
 
 `server` has limits, refusals and shutdown; `connection` is aiohttp's with a fast lane; `turn` is one request on it,

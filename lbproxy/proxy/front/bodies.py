@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads a request's complete body within its limits: size, time, rate, and the memory for all bodies together.
 
 For requests that aiohttp reads; those of the fast lane come with their body. Memory is counted as bytes arrive and not

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A client's connection: aiohttp's, with a fast lane for plain requests, back-pressure, and notice of its end.
 
 Theory of operation. Received bytes go one of two ways, by the connection's state:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The deadlines of a client: to complete a head that it began, and to read what it is sent.
 
 One sweep a second checks all connections with a deadline, and none runs without any: a timer for each would cost more

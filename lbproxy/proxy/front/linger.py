@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The end of a client's connection after its last response: our side is closed, and received bytes are dropped.
 
 A close with unread bytes is a reset, and a reset can overtake the response: the client would see a broken connection

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Protection when lbproxy itself is the bottleneck: what is refused then, and when that ends.
 
 There are three resources. *Memory*: of what the process may use (the cgroup's limit, the machine's, or a setting), from

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests of all clients' connections: what they share, how one begins, and how it is counted at its end.
 
 Apart from the front end, as this is compiled: a request passes through it five times, which cost as much as interpreted

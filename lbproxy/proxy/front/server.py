@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The front end: clients' connections, requests read under limits, and every failure rendered as an OpenAI error.
 
 Requests are read in two ways, by aiohttp or in the fast lane (proxy/front/connection.py), and served in one. Responses

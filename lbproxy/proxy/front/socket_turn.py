@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A turn that asks for a WebSocket: an exchange like any other up to a 101, and a relay of frames after it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One request on a client's connection: an exchange that responds through the front end."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading a client's request, and what of it is forwarded. Nearly all of it is pure.
 
 Heads and fields (`headers`, `plain`, `walk`), paths (`routes`), keys, origins (`cors`), the client's address

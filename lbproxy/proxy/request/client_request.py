@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A client's complete request, and what of it goes to an endpoint. Pure."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CORS fields that let a page of another origin read a response (Fetch standard). Pure.
 
 Field lines are made once for each configured origin; a request costs a look-up. Credentials that a browser adds by

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What endpoints are told of the client and of the way of its request: X-Forwarded-For, -Proto, -Host, and Via. Pure.
 
 Any client can send such fields, so they are trusted only if its address is one of `trusted_proxies`. Otherwise they are

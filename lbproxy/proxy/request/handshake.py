@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A client's request to switch to WebSocket: the requirements of RFC 6455, section 4, and what of it is forwarded.
 Pure.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Header fields across the proxy: which are forwarded, which are hop-by-hop, which are lbproxy's own. Pure.
 
 Field values are relayed as bytes, as they came; the parsers on both sides accept no CR, LF or NUL.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The API keys of clients, and the check of a request's credentials. Pure.
 
 A key is looked up by its SHA-256 digest, in a dict. The time of the look-up reveals nothing about any key: bytes are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bodies of the two legs of a split request, and what prefill returns for decode. Pure.
 
 docs/decisions/0041 says what each engine wants of them, and which requests it cannot split. What an endpoint returns is

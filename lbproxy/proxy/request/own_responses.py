@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Responses of lbproxy itself: errors in OpenAI's format, and the model list. Bytes, ready to write."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plain requests: nearly all requests of LLM clients, which are read without aiohttp. Pure.
 
 A plain request is a POST to one of the two main routes that arrived complete in one read, in HTTP/1.1, with one Host,

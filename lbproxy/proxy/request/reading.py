@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a complete request asks for: how the balancer sees it, and the body to send."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a method and path ask for, and how it is placed. Pure.
 
 Everything under /v1/ is forwarded, so that future routes of model servers work today; outside it only known routes of

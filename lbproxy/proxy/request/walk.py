@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the heads and bodies of a client's requests end, for requests that aiohttp reads. Sans-io.
 
 aiohttp's parser reads them; the walk runs in parallel, and is stricter with chunk framing than a parser must be: a line

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """WebSockets, from the handshake's 101 to the last close frame: messages both ways, between a client and an endpoint.
 
 `frames` parses and serialises frames (the only module that imports the library), `side` is one of the two peers,

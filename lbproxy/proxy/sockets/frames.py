@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """WebSocket frames (RFC 6455, section 5): bytes into frames, and frames into bytes. Sans-io.
 
 The only module that imports the library `websockets`, of which only the frames are used (decision 34). Peers are not

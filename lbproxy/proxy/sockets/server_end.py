@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An endpoint's connection after it switched to WebSocket."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One of the two peers of a relayed WebSocket: what it sends, and whether it is read."""
 
 from __future__ import annotations

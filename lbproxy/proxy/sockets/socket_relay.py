@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A WebSocket between a client and an endpoint: frames both ways, and one end for both.
 
 Theory of operation. Each frame is passed on as soon as it is complete, with its opcode, its FIN bit and its payload

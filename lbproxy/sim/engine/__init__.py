@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One simulated server, sans-io: continuous batching, a paged KV cache with prefix reuse, LoRA slots, ranks.
 
 `engine` behaves like vLLM V1 where routing can tell, `scheduler` has its steps; `link` joins engines of which some

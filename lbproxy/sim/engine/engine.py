@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A sans-io model of one continuous-batching model server, behaving like vLLM V1 where routing can tell.
 
 How to drive it, whether the clock is virtual or real:

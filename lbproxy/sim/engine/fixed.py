@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server that takes so long for the first token, whatever the prompt and whatever else it does. Sans-io.
 
 So behaves what is fast enough to hide its queueing (a gateway to someone else's fleet, a server whose time goes into

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When a request would get its first token from a simulated server, if it were sent there now: the engine's own steps,
 run ahead on counts instead of blocks.
 

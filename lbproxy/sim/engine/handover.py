@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prefill and decode on different engines: what one engine holds for others, and what it gets from others.
 
 A request with a `hold` (`sequence.py`) is prefilled like any other, and its blocks stay in use afterwards, until they

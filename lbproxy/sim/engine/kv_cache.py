@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The blocks of one server's KV cache, and which of them can be hit by a prefix.
 
 As in vLLM V1: a block in use has one or more users; a block without users goes to the end of one free list, keeps its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prefill at one engine, decode at another, in one process and one clock: for fleets in virtual time.
 
 How to drive it, besides the engines themselves (`engine.py`), for any number of engines that share a `Link`:

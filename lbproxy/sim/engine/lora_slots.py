@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The LoRA adapters of one server: which have a slot on the GPU, and what it costs to give one to another.
 
 As in vLLM V1: the requests that run together use at most `slots` distinct adapters. An adapter that nobody runs keeps

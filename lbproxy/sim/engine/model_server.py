@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every kind of simulated model server is to those that drive it: `cluster.py` and `http.py`.
 
 `engine.Engine` models one continuous-batching engine. The others are there to contradict a balancer that takes every

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which hardware and model the simulated server pretends to be: data, and the formula that it is for.
 
 A preset is the coefficients of the step-time formula (`step_ms`; `engine.py` explains it) and the capacities of the

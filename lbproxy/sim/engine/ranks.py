@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several engines behind one address, as vLLM with `--data-parallel-size`: each request goes to one of them.
 
 vLLM's own balancer between the ranks knows their requests and nothing of their prefix caches, and so does this one: the

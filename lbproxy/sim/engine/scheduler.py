@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The steps of one simulated engine: which requests are in each, how long it takes, what comes of it.
 
 One step computes a batch: `step_ms = host + (weights^1.5 + (token·T)^1.5)^(2/3) + sequence·B + context·Σctx/1000

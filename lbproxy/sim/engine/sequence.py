@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What goes into the engine, what comes out of it, and what it keeps of a request in between.
 
 Values only, and mutable records: one for each request inside, and one for the KV of each prompt that is prefilled for

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a simulation was like: figures of one run, and how policies compare over paired seeds.
 
 Figures are of what clients see: times from the moment a request came to the balancer. Requests of phases that are named

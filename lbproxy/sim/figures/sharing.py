@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each flow got of a fleet: the figures of `report.py` by flow, and its share.
 
 Shares are counted while all still send, up to the last arrival: afterwards the queues drain, and whoever sent more gets

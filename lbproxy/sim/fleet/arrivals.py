@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What arrives at a balancer: a job as its proxy would read it, with what is random about that."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What balancers ask simulated servers by themselves: health and metrics."""
 
 from __future__ import annotations

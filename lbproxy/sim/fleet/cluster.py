@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A fleet in virtual time: N simulated servers, one or more *real* Balancers before them, and a workload.
 
 This is a driver of `core.balancer.Balancer` like the asyncio runtime, and of `sim.engine.engine.Engine` like the HTTP

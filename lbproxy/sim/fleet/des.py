@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Virtual time: a heap of things to do, each at its time.
 
 Nothing here knows what is simulated. Events at one time happen in the order in which they were asked for, so a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Servers that fail, or get slower, for a while: when, and what that does to them."""
 
 from __future__ import annotations

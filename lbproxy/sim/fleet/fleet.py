@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a simulated fleet is made of, and what becomes of a job in it: values only. What happens is `cluster.py`'s."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests that are split between two servers of a fleet: what goes to which engine, and what is held in between.
 
 The contract is NIXL's (docs/decisions/0041): the first leg has the prompt computed and held, then the second is sent

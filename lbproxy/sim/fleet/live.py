@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a simulated fleet keeps while it runs: of a job, of a server, of a balancer. `cluster.py` changes them."""
 
 from __future__ import annotations

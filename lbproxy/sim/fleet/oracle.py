@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What perfect information is worth: a policy that sees into the simulated servers. For the simulation alone.
 
 The oracle takes the endpoint from which the request's first token *would come first*: for each candidate the engine is

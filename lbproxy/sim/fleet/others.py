@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Traffic of others: requests that reach a simulated server past every balancer."""
 
 from __future__ import annotations

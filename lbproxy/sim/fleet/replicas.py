@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several balancers before one fleet, and what they tell each other: the real batches, over a network with faults.
 
 Balancers that share nothing ruin every kind of prefix routing: each fills all caches with its own view. With an

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A fleet whose balancer is restarted in the middle of the run, with or without what the old one had learned.
 
 After a hot restart the old balancer finishes the requests that it has, and the new one gets all others. After a crash

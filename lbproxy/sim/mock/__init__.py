@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The simulated server behind HTTP: `lbproxy mock`. What a vLLM server looks like from outside, faults included.
 
 `apis/`, `adapters`, `text`, `exposition` and `description` are its words (pure), `http` and `serving/` serve them,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The LoRA adapters that one simulated server serves, by vLLM's rules: its list, its load and unload, its metric.
 
 Which adapters have a slot, and what loading costs, is the engine's (`lora_slots.py`). Shapes and messages are vLLM

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How SGLang and llama.cpp describe themselves, as far as somebody reads it: how much their cache holds and
 how many requests they run at once."""
 

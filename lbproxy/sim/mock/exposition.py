@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The simulated server's /metrics page, and its load reports in headers, in the words of vLLM.
 
 Only families that somebody reads: load, cache, progress. The names changed between versions, so there are two dialects;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a simulated server may do wrong, and whether it does so now: values and chances, no I/O.
 
 A `Fault` is one line of text, the same on the command line and at run time: a kind, then what is not as usual.

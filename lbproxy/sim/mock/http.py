@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The simulated server behind HTTP: what a vLLM server looks like from outside.
 
 It owns a socket, one model server with its driver (`serving.driver`), and the faults (`sabotage`). Handlers of work

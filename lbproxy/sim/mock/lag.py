@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How late things came out, over the last minute: the largest and the 99th percentile, in constant memory.
 
 A minute is kept as one histogram a second, with four buckets to each doubling of a microsecond, so recording costs the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one simulated server is like: the options of `lbproxy mock`."""
 
 from __future__ import annotations

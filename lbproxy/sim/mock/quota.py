@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The limits of requests and tokens a minute that a paid provider puts on a key, and how it says them.
 
 A limit is a bucket that holds a minute's worth and fills evenly, as api.openai.com has it: after a pause of a minute a

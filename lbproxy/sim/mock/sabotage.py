@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults on the wire: what `faults.py` says goes wrong, done to the simulated server's connections.
 
 A fault's response is written to the connection itself, past aiohttp, and the connection ends with it; the handler then

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text as the simulated server sees it: tokens, blocks, the chat template, and what it answers.
 
 A token is four bytes of UTF-8, and a token id is those four bytes read as a little-endian number (the last token filled

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The workloads that can be named, each a function of a seed and of parameters with defaults.
 
 `WORKLOADS` is the table; `make_workload` builds one by name and checks the parameters' names. Sources: the ladder is

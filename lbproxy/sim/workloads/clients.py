@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several workloads at a time, each of a flow of its own: clients that know nothing of each other.
 
 What they send shares no text, and each has its own seed, so that one of them is the same whoever else there is. Those

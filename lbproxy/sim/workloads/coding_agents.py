@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Coding agents: sessions of many turns in a closed loop, with tool results, sub-agents and compaction.
 
 A session is a program such as Claude Code or Codex that works on a task. Each of its requests is the tools, the system

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Everyday traffic as an open loop: chats, agents and LoRA adapters of `catalogue.py`, mixed. Pure.
 
 `chat` and `agents` are closed loops: a user's next turn follows the response to the last. Here each response is taken

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts that need no text: sequences of pieces, each an id and a length in tokens.
 
 A piece stands for the first `4 * tokens` bytes of an endless stream of words that depends on its id only (`piece_text`;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recorded traffic: the rows of two published traces, their replay, and stand-ins with the same statistics.
 
 This module is given lines and reads no file. A row that cannot be understood is an error that names its line: a replay

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What clients send: jobs, and the order in which a simulation gets them.
 
 A workload is asked twice only: `begin` for the next batch, once everything before has ended (a ladder waits between its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Has the event loop of lbproxy's child processes watched: Python imports this first if the folder is in PYTHONPATH."""
 
 from __future__ import annotations

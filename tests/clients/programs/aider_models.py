@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Aider's own way to a model: `aider.models.Model`, with OPENAI_API_BASE as its documentation says."""
 
 from __future__ import annotations

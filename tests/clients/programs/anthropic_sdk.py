@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Anthropic's Python SDK: /v1/messages and /v1/messages/count_tokens."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every client's program has in common. Runs in each client's own Python: nothing but the standard library.
 
 A program is run as `python PROGRAM URL MODEL` and prints one line of JSON: the client with its version, and for each of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Instructor: typed objects by a tool call and by a JSON schema."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LangChain's ChatOpenAI, over /v1/chat/completions and over /v1/responses."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LiteLLM's SDK as a client of an OpenAI-compatible server: completion() and responses()."""
 
 from __future__ import annotations

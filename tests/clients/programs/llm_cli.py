@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`llm` by Simon Willison: its library, with a model as `extra-openai-models.yaml` declares it."""
 
 from __future__ import annotations

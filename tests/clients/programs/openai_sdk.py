@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """OpenAI's Python SDK: /v1/responses and /v1/chat/completions."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pydantic AI: its models for /v1/chat/completions, /v1/responses and /v1/messages."""
 
 from __future__ import annotations

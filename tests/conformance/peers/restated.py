@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a case comes from: the other router, its file at a commit, and the tests there. None of their code is here.
 
 Their suites do not run against another router: those in Rust call their own router in the same process, those in

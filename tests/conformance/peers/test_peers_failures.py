@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Failing, slow and refusing model servers, and clients that leave, as other routers' tests have them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests, responses, limits and headers, as other routers' tests have them."""
 
 from __future__ import annotations

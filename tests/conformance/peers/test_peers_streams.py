@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Streams that are left, circuit breakers, keys, and bodies that are passed on, as other routers' tests have them."""
 
 from __future__ import annotations

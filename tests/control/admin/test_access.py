@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who may use the admin listener: each rule through a real listener, and the peers that a test cannot be by hand."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The admin listener, asked by a client that is not ours."""
 
 from __future__ import annotations

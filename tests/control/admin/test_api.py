@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The admin API's handlers: what they refuse, what they survive, and what a viewer costs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The dashboard's page as it is served: whole in itself, closed to strangers, open where it must ask for a token."""
 
 from __future__ import annotations

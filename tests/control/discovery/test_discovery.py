@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings become endpoints."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is believed of a name's answers, without sockets; and which set of endpoints follows."""
 
 from __future__ import annotations

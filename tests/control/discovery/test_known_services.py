@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is believed of SRV records and of their targets, without sockets."""
 
 from __future__ import annotations

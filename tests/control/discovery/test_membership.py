@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Many endpoints that join together do so in several turns of the event loop."""
 
 from __future__ import annotations

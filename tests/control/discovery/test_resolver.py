@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lookups against a nameserver of which the tests decide every answer."""
 
 from __future__ import annotations

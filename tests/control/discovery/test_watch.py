@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loops start and end with their endpoints."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The prober asks engines without metrics how much their cache holds: when, whom, and what it does not cost."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`lbproxy check` asks an endpoint everything once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The prober: who lives, and who serves what, against scripted servers on real sockets."""
 
 from __future__ import annotations

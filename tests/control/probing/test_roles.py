@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Roles that do not fit together are logged once, and only if they stay."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scraper: pages of metrics become reports, and whatever else comes becomes a counted failure."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a scrape goes, by what, and who is shown the endpoint's key."""
 
 from __future__ import annotations

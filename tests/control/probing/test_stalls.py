@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """While we ourselves stand still, nobody is called late: not by the prober, the scraper or the log."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The state file: written atomically and by one process, read at the start; whatever is wrong with it is a warning."""
 
 from __future__ import annotations

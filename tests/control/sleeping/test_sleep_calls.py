@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The calls to servers that sleep, and their driver, against scripted servers: hostile ones, and such that lie."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is said of why an endpoint was chosen, and in which unit costs are."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What /metrics shows of KV events: the right numbers, and nothing while none are read."""
 
 from __future__ import annotations

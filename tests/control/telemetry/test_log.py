@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The log: every line is one JSON object whatever stands in it, and nobody waits for whoever reads it."""
 
 from __future__ import annotations

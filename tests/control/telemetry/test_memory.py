@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What memory we may have, from the kernel's files as they stand in containers and outside."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What /metrics shows of other replicas: the right numbers, and no series of replicas that are gone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What /metrics says for autoscalers: one series a model, nothing for what is not known, and never too many."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What /metrics says where prefill and decode are apart; nothing, where they are not."""
 
 from __future__ import annotations

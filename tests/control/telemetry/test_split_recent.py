@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is remembered and explained of requests that are split between prefill and decode endpoints."""
 
 from __future__ import annotations

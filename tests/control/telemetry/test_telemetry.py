@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The families that lbproxy shows: right numbers, bounded labels, and nothing that is not known."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What /metrics says of tiers and limits; nothing, where there are none."""
 
 from __future__ import annotations

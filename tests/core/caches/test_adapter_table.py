@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which adapters an endpoint has loaded: the engine's own rule, played with what a proxy knows."""
 
 from __future__ import annotations

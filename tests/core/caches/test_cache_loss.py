@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An endpoint that is another process than before has nothing cached, and is found out whatever it says of itself."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What KV events show of a cache reaches all that predicts it: a clear forgets prefixes only, and a measured
 size counts as long as the engine does not report one.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How an endpoint's cache size is learned, by hand: blocks of 100 tokens, segments of 16 blocks."""
 
 from __future__ import annotations

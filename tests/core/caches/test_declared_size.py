@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The size of a KV cache that the settings say (`kv_cache_tokens`): it holds from the first request on, whatever the
 engine says, until the settings say another. And the size that an engine says outside its metrics.
 """

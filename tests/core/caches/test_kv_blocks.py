@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How full a prefix cache is and how large, counted from what the engine says of single blocks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which endpoint is believed to have how much of a prompt: the tree of prompts, and each endpoint's share of it."""
 
 from __future__ import annotations

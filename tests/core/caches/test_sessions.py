@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A session is a hint where a prompt's keys say nothing: its home costs less, as far as engines confirm it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Amounts over time, and that they go on in another process as they were."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests that cannot be read: what they take is learned by their model, their endpoint and their size."""
 
 from __future__ import annotations

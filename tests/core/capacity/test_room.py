@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an endpoint's room is made of: how many requests run at once, prefills side by side, others' load, the line."""
 
 from __future__ import annotations

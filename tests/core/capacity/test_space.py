@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Space without gauges: learned from streams that stall while first bytes are late, and from nothing else."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who refuses is left alone for a moment, and is never the reason that nobody is asked."""
 
 from __future__ import annotations

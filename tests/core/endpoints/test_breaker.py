@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What takes an endpoint out, how long, and what brings it back: the Balancer as a driver sees it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A machine that drives the states of three endpoints in every order: what must hold however they behave."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A hung endpoint is found though its /health is fine, and one that only works long is not."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data-parallel ranks: what happens to the address happens to all of them, and the rest to each alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The index of models: whatever happens in whatever order, it equals one that is built anew."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who comes back gets a share that grows, under every policy; nobody is left without an answer for it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests go where an engine's own page says that others leave room, whatever the page calls it, in pools of one
 engine and of all; and they follow when the pages change. Scrapes come when the test says so.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scanner reads wanted families as prometheus_client's parser does, skips the rest, and survives any bytes."""
 
 from __future__ import annotations

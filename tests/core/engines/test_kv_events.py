@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV events decoded from bytes: those of a real vLLM, both forms of events, and everything that a hostile or newer
 publisher may send instead.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a sequence number says about the messages between."""
 
 from __future__ import annotations

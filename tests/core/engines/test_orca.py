@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Load reports in response headers: real ones are read, broken ones are told apart, hostile ones cost nothing."""
 
 from __future__ import annotations

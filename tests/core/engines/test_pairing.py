@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Roles and connectors that do not fit together are found, and those that do are not."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pages of servers with data-parallel ranks: the load of each rank alone."""
 
 from __future__ import annotations

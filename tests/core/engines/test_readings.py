@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pages of metrics become load by each engine's table; what a page does not say stays unknown."""
 
 from __future__ import annotations

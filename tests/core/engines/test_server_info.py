@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What engines say of their cache's size where they describe themselves: recorded, and as nobody should say it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which engine a page is of, where engines' pages stand, and what the settings make of the tables."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inter-token gaps: what context adds is the pool's, how slow an endpoint is its own."""
 
 from __future__ import annotations

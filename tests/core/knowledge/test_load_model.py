@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a LoadModel counts and what it learns, from calls alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights as a guess of speeds: under policies that learn these, until they have."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a load report changes in the picture of an endpoint, and what it leaves as it was."""
 
 from __future__ import annotations

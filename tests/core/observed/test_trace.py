@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """W3C Trace Context: what is read, what is sampled, and what endpoints are told."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The adaptive price, term by term, with numbers that can be checked by hand.
 
 A new pool believes: .1 ms a token, 40 ms fixed, 200 tokens of answer, 30 % of prompts cached, 4 bytes a token, gaps of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rules of other routers decide as their sources say, each in a case where another rule would decide otherwise."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Why a request was placed where it was: the parts of a price add up to it, and stay as they were."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `lbproxy check` says of settings that the chosen policy does not read."""
 
 from __future__ import annotations

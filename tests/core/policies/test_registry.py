@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tables of policies and scorers have exactly the names that the settings accept."""
 
 from __future__ import annotations

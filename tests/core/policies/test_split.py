@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prefill and decode apart: which requests are split, and between which endpoints."""
 
 from __future__ import annotations

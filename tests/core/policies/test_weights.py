@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Capacity that the settings or DNS say: what comes of it under the policies that go by it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flows: who is next, what each is charged, what each may have, and who goes when the queue is full.
 
 Under least-request with room for one request at an endpoint, the order of service is the order of placement.

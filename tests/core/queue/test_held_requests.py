@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests that wait, deadlines and refusals, where a prediction could be wrong: each would have been refused for good,
 or have waited with an endpoint free.
 """

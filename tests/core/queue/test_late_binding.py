@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests that wait for the right moment: who is held, who goes first, and that nobody is forgotten.
 
 A new pool assumes .1 ms a token, so an endpoint is full with 2,500 tokens of prefill (a quarter of a second).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When the newest requests go first."""
 
 from __future__ import annotations

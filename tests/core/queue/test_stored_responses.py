@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stored response has one owner, and what is about it goes there and nowhere else."""
 
 from __future__ import annotations

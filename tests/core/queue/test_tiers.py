@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiers: when a request goes to a higher one, when it never does, and that nothing sticks there.
 
 Endpoint names say the tier: `a1`, `a2` are of tier 1, `b1` of tier 2. A new pool assumes .1 ms a token.

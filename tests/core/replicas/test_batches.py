@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batches as bytes: what is told arrives as it was, and anything else is refused with BatchError and nothing else."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a replica tells: every event once and in order, in batches of a bounded size; everything again if it must."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever is lost, repeated or late on the way: after the last reset every count is the truth, and in the end 0."""
 
 from __future__ import annotations

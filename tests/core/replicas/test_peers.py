@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What others placed counts once, wherever requests count, and is gone when it ended or its replica is lost."""
 
 from __future__ import annotations

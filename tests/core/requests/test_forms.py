@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model of a multipart form, wherever it stands in it. What parsers could differ about: tests/fuzz/forms.py."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Large bodies that are read in many turns: what is read is what a parser reads in one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many tokens a picture is, by the size that its first bytes say."""
 
 from __future__ import annotations

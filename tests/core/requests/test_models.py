@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The settings' own names of models: what they stand for, for whom, and how a body comes to say so."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Request bodies from strangers, model lists from servers, and errors as OpenAI's SDKs read them."""
 
 from __future__ import annotations

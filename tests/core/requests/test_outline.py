@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The outline of a large body: the same JSON with shorter texts, and nothing that would hold the event loop."""
 
 from __future__ import annotations

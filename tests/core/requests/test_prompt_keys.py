@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts become keys: equal ones mean equal prompts so far, in the same cache."""
 
 from __future__ import annotations

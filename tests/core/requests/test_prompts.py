@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bodies of every API become prompts: bytes that begin alike where the prompts do."""
 
 from __future__ import annotations

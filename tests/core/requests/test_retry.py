@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What follows a failed attempt, rule by rule, and the budget."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The watchers see an answer's state whatever pieces it comes in."""
 
 from __future__ import annotations

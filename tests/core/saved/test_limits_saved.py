@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What endpoints used of their limits per time survives a restart, whatever their tier and the policy."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saved data is not trusted: what is not as lbproxy writes it is refused, and nothing of it reaches the balancer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a balancer learned, given to another one: as good as before, and never against what engines report."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is recommended over time: unknown, idle, rising and falling, models that share endpoints, and hostile names."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a load to a number of endpoints: what binds, and what contradicts a formula."""
 
 from __future__ import annotations

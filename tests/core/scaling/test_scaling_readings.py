@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is assumed of limits that nothing has shown yet."""
 
 from __future__ import annotations

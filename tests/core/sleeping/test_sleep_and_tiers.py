@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model that sleeps, and a second tier that has it too: it is woken for requests that can wait so long."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long servers take to wake survives a restart: the first request afterwards is told, or refused, as before."""
 
 from __future__ import annotations

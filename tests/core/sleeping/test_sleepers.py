@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Servers that sleep: what is woken and put to sleep, and that requests wait for it instead of being lost."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A user of Locust: complete responses, one after the other."""
 
 from locust import HttpUser, task

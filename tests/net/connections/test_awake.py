@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """While we stand still nobody is late; and who is late all the same is found late in the end."""
 
 from __future__ import annotations

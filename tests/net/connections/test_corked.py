@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes that are held until the turn ends: nothing is lost, swapped or late."""
 
 from __future__ import annotations

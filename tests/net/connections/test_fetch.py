@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One small answer, whole: bounded in size, in time and in what it may cost us."""
 
 from __future__ import annotations

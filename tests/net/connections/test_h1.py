@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The wire towards endpoints: what is a response, where it ends, and what is refused. Oracles: h11 and httptools."""
 
 from __future__ import annotations

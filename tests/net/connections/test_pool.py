@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Connections: when one is reused, when never, and that silence and strangers' bytes end it."""
 
 from __future__ import annotations

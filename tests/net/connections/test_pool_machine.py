@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """T42: a machine that does everything to the pool in every order, against a model of a few lines."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Retry-After as servers write it, and as they should not."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Paths below an endpoint's URL, as the SDKs of providers expect them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Endpoints behind a forward proxy: tunnels by CONNECT, and what goes wrong with them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dialling, as far as it does not depend on names, TLS or proxies."""
 
 from __future__ import annotations

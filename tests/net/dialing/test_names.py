@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names are resolved beside requests: what nameservers do harms nobody whose name was ever resolved."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TLS to endpoints, through real sockets: who is believed, which name is asked for, what stays as it is without."""
 
 from __future__ import annotations

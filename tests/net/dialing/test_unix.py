@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Unix sockets: listening on a path, reaching an endpoint at one, and handing one over."""
 
 from __future__ import annotations

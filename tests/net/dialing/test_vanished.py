@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Peers that do not read, with the real kernel: the window is zero, and the peer responds to every probe of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Accepting: bursts, limits, and what happens when descriptors run out. The limits of this very process are lowered."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What systemd hears. Real datagrams; the other side of them is in tests/e2e/test_supervised.py."""
 
 from __future__ import annotations

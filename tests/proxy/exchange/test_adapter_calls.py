@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loading and unloading adapters through lbproxy, and endpoints that do not have the adapter that they listed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """/v1/responses and /v1/messages through real sockets: prompts find their home, stored responses their owner, and what
 an engine reports is understood whatever its conventions.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """T43: whatever of ours raises, no client gets a second status line or waits for ever, and nothing is left."""
 
 from __future__ import annotations

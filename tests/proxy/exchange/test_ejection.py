@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The state machine through real sockets: endpoints that fail fast, poison, and requests that wait in vain."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One request through real sockets: what the endpoint sees, what the client sees, and what happens when either leaves,
 lies or stalls.
 """

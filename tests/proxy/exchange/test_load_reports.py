@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Load reports in the headers of answers, through sockets: asked for, believed at once, and kept from clients."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Streams whose head went out, and nothing of their body: between vLLM's 200 and the first token lies the prefill.
 
 Another endpoint may bring the body; a second head must never follow, and what cannot go on is told as an event.

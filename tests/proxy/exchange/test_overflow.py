@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests that go to a provider, on real sockets: path, model name, credentials, and what never leaves.
 
 The first endpoint is a server of one's own, the second the provider, `e2`.

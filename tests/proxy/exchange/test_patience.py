@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which clock of an attempt runs (`net.connections.patience`), as a client sees it; and the steps of an exchange."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prefill and decode apart, on the wire: what each end is sent, and what follows whatever fails between them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The stages of a relay: its table says what happens, no less and no more (`conftest.stages` sees to the latter)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a client must do in time, and that slow but honest ones are left alone."""
 
 from __future__ import annotations

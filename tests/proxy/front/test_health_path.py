@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GET /health where clients connect: load generators, SDKs and load balancers in front ask a model server there."""
 
 from __future__ import annotations

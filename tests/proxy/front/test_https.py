@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TLS towards clients: handshakes that stall or never begin, certificates that change, and the data path over it.
 
 What ends, breaks, waits and fills up is tested elsewhere without TLS; the tests that are named here run again with it.

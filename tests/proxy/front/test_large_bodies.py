@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Large bodies are read in many short turns of the event loop, in which other requests are served."""
 
 from __future__ import annotations

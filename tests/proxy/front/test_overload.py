@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Overload: when requests are refused for our own lack of memory or time, and when that ends."""
 
 from __future__ import annotations

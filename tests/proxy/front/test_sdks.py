@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What OpenAI's SDK sends on routes that need no model, through lbproxy: it arrives as it was sent."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What clients send wrong, and what they get for it: a clear answer in OpenAI's shape, and nobody else is harmed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stopping: nothing that could finish is lost, and what cannot finish does not look finished."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model that no endpoint listed may be there by now: endpoints are asked anew, seldom, while the request waits."""
 
 from __future__ import annotations

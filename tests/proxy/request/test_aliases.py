@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names of models that the settings make up, through real sockets."""
 
 from __future__ import annotations

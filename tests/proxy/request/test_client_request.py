@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an endpoint gets of a client's head: its own name, and its own key instead of the client's."""
 
 from __future__ import annotations

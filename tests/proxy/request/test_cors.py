@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Web pages of other origins: what a browser must be told before it lets them ask, and read the answer."""
 
 from __future__ import annotations

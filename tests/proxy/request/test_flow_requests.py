@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flows through real sockets, on both ways in: whose a request is, what its flow may have, what clients are told."""
 
 from __future__ import annotations

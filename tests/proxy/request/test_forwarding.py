@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an endpoint is told of who asks, by `forwarded` and `trusted_proxies`; Via both ways, loops, Max-Forwards."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a request for a WebSocket must say, what of it an endpoint gets, and where it goes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """API keys: who is let through, what the endpoint sees of the key, and what those get who have none."""
 
 from __future__ import annotations

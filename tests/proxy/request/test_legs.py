@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What real prefill servers hand over, as vLLM 0.32.0 with NIXL was recorded (tests/real/record_apart.py)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fast lane: it takes what it can read, nothing that aiohttp would refuse or read otherwise, and it gives way."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the balancer is told of the size of a prompt."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Traces through real sockets, on both ways in: what the endpoint is told, and what the record knows in the end."""
 
 from __future__ import annotations

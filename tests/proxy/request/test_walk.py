@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The walk over what clients send: it finds the ends of heads and bodies however reads cut them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Frames: the same ones out as in, however the bytes are cut; and what is no frame is refused."""
 
 from __future__ import annotations

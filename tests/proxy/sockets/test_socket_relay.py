@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """WebSockets through the data path: what one peer says the other one hears, and every end is told to the other side."""
 
 from __future__ import annotations

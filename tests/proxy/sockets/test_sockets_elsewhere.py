@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """WebSockets that go to a provider get its path, model name and key; what may not leave is refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """OpenAI's Python SDK against a server: every kind of answer once, what came of it as one line of JSON.
 
     python openai_python.py BASE_URL MODEL

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine by hand-computed cases, against a naive scheduler, and under random schedules."""
 
 import dataclasses

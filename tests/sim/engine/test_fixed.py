@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server whose times are fixed."""
 
 from __future__ import annotations

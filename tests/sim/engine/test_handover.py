@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prefill at one engine and decode at another, by hand-computed cases and under random schedules."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The block pool alone: sharing, eviction order, and what a failed take leaves behind."""
 
 from lbproxy.sim.engine.kv_cache import BlockPool

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters in the engine: slots, loading, the requests that are passed over, by hand-computed cases."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several engines behind one address."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The figures of a run, by hand; comparisons over paired seeds; tables."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several workloads at a time, whose they are, and what each gets of a fleet."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model against measured rows: closed-loop clients, H100, vLLM, in virtual time.
 
 The rows are NVIDIA AIConfigurator's measurements. How their clients were phased is unknown, so the time to first token

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Without metrics, in virtual time: what the answers say of caches is enough to know how large they are."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fleet in virtual time: by hand, by its invariants, and through failures."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What fleets can do that a balancer does not expect: others' traffic, clients that leave, metrics that lack."""
 
 from __future__ import annotations

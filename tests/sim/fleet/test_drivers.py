@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One engine, two drivers: the HTTP server's and the fleet's give the same times, token by token.
 
 The HTTP server's driver is an asyncio timer. Here its loop has virtual time: it never waits, but moves its clock to the

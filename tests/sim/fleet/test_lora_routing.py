@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where requests for adapters go, in virtual time: homes, second homes, and the base model beside them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Perfect information: what is foreseen of an engine is what it does, and the oracle goes by it."""
 
 from __future__ import annotations

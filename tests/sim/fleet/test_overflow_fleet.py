@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two servers at twice what they can serve, and a provider behind them: who gets what, in virtual time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Balancers that tell each other of their requests over a bad network, die, and are replaced."""
 
 from __future__ import annotations

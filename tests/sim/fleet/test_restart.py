@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A balancer that is restarted under load: with what the old one learned nothing changes, and where that is wrong by
 then, it is soon as if there had been nothing.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A fleet with roles: prompts computed at one server, responses generated at another, and what goes wrong between."""
 
 from __future__ import annotations

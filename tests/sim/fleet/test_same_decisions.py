@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Virtual time and asyncio are two drivers of one Balancer: told the same events, it decides the same.
 
 A simulated fleet is run, and every word that its balancer was told is written down. The same words are then said, each

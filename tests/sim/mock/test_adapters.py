@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA adapters of the simulated server, as clients and scrapers see them: what vLLM 0.32 says and does."""
 
 from __future__ import annotations

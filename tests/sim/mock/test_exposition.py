@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page, read by prometheus_client's parser."""
 
 from prometheus_client.parser import text_string_to_metric_families

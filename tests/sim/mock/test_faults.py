@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Servers that die, hang or fail fast, before the real Balancer in virtual time: what becomes of requests, and when the
 server is used again. And healthy fleets under every load, of which no server may ever be ejected.
 """

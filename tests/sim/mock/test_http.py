@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The server as clients see it: the openai SDK, raw HTTP, and clients that go away."""
 
 import asyncio

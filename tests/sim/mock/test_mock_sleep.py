@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A simulated server that sleeps: what vLLM does, as decision 45 has it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A provider's limits a minute, and how they are said."""
 
 from math import inf

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A simulated server that fails: what is written is understood, and what comes over the wire is just that."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens, blocks, the chat template and the answers."""
 
 from hypothesis import given

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Coding agents: their statistics are those of the sources, and what each session says depends on the seed alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Everyday traffic: the same for a seed, as much as was asked for, and with the sharing that caches live on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hashes taken from pieces are alike those taken from the text of the pieces."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recorded rows: parsing, what malformed ones do, replay, and the stand-ins' statistics."""
 
 from statistics import fmean, median

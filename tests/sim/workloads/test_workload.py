@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workloads: paired by seed, of the sizes and rates that their parameters say."""
 
 from collections import Counter

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The dashboard: one page that needs nothing but the admin API, put together from the files beside this one.
 
 Its Content-Security-Policy lets it be nothing else: style and script are named by their hash, no text becomes HTML

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The words of every API that the simulated server speaks, without the wire: bodies in, bodies and stream events out.
 
 `fields` checks untrusted input and words refusals; `conversation` turns the messages of three APIs into one prompt;

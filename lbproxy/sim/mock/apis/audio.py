@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """/v1/audio: transcriptions and translations as vLLM 0.32 has them, with text that is made up from a hash of the file,
 and speech, which vLLM itself does not have: a tone in a small WAV file.
 """

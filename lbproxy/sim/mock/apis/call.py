@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a request is for the engine, whichever API it came by: prompts, limits, and what each choice will say.
 
 Parsing (in the module of each API) is where untrusted input is checked and bounded; what leaves it as a `Call` needs no

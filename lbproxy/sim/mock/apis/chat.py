@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """/v1/chat/completions and /v1/completions. Shapes are those recorded from vLLM 0.32; fields that are always null there
 are kept.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A conversation, from whichever API it came: turns of a role and its content, rendered to one prompt.
 
 Chat, responses and messages fill the same `Turns`, so the same conversation is the same prompt through each. A tool

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fields of request bodies, checked and bounded, and vLLM's words for those that are wrong.
 
 Messages are those recorded from vLLM 0.32. Unknown fields are ignored, as vLLM does.

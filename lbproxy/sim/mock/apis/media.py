@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Images and audio inside prompts: how many tokens one takes, and the bytes that stand for it in the KV cache.
 
 An image takes width x height / 784 tokens (28 x 28 pixels each, Qwen2.5-VL's patch), within bounds, if its header can

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Anthropic's /v1/messages and /v1/messages/count_tokens, as vLLM 0.32 serves them.
 
 Usage as vLLM counts it: `message_start` has the complete prompt as `input_tokens`; `message_delta` and the body of a

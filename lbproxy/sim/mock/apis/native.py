@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The own APIs of SGLang (/generate) and llama.cpp (/completion, /infill), as far as clients use them.
 
 SGLang's events repeat the text from the start, as SGLang does unless it is told otherwise; llama.cpp's are one token

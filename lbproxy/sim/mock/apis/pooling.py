@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What reads text and writes none: embeddings, pooling, classification, scores, rerank; /tokenize and /detokenize.
 
 A real vLLM serves one kind of model; this one serves all of these, with values that are hashes of the text.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Events of the WebSocket /v1/realtime, in two dialects on one connection.
 
 vLLM 0.32 has a transcription there and no more: `input_audio_buffer.append` and `.commit` in, `transcription.delta` and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """/v1/responses. Shapes are those recorded from vLLM 0.32 (its own fields and nulls are kept), and of function calls
 those of its source.
 

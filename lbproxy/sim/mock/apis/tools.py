@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tools: what they are in a prompt, whether the client forces one, and a call with arguments that fit its schema; and
 responses that have to fit a schema themselves.
 

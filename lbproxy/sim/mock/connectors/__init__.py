@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How simulated servers hand over the KV of a prompt: a class for each connector, and the side channel between servers.
 
 `legs` is the interface: what a connector does with a request before and after it is served. `channel` carries the words

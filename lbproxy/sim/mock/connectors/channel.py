@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The side channel between simulated servers: short lines over TCP, by which one reads what another holds.
 
 It stands for NIXL's zmq and SGLang's bootstrap server; its words are the mocks' own. `Channel` listens and calls, and

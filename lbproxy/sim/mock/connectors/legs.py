@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a connector adds to a call: KV that is to be held when it ends, KV that comes from elsewhere, and the words for
 both. A server without a connector has `Connector` itself, which adds nothing.
 """

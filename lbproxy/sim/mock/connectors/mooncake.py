@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's Mooncake connector at the simulated server: the halves of a request meet by the `transfer_id` that it has.
 
 A prefill shows at its bootstrap port, over HTTP, where its worker is, which is its side channel (`channel.py`). A

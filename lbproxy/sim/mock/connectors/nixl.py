@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's NIXL connector at the simulated server: prefilled KV is held under a lease, and decodes pull it.
 
 What bodies say of it: `transfer/nixl.py`. Servers reach each other over the side channel (`channel.py`) at the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SGLang's disaggregation at the simulated server: the halves of a request meet in a room, in either order.
 
 A prefill server listens at its bootstrap port (`channel.py`). A decode goes to the room as soon as it has space for the

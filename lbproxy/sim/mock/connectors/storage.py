@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's ExampleConnector at the simulated server: a folder that prefills and decodes share, one folder in it a prompt.
 
 The folder of a prompt is made when its prefill begins, and the file `layers` in it when that ends. Who finds the folder

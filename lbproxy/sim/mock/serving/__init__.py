@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Handlers of the simulated server: requests in, work for the engine, responses and streams out.
 
 `driver` owns the engine and its one timer; `desk` is what every handler needs (options, adapters, ids); the others

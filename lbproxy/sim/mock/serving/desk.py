@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every handler needs: whom a request is for, what it is for the engine, and how its response goes out.
 
 A client that goes away, whether it streams or not, aborts its work at once.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine's driver: one model server and one timer.
 
 The timer fires when the engine's step ends, and hands the step's tokens to the flights they belong to; a handler wakes

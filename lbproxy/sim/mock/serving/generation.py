@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Handlers of what generates text: chat, completions, Anthropic's messages, audio, and the engines' own APIs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Publishes the KV events of one simulated engine over ZMQ, as vLLM does (distributed/kv_events.py of 0.33).
 
 One batch at the end of each step that changed the cache; a clear of the cache, too, is published with the next step.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The simulated server as a paid provider: below a path prefix, with a key, limits a minute and OpenAI's errors.
 
 What api.openai.com and its like have in common, seen from a client: only the API, without /health and /metrics; 401

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The KV events of a simulated server, if it is to publish any, and its route that clears the cache."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Handlers of what reads text and writes none: embeddings, pooling, scores; /tokenize and /detokenize."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The WebSocket /v1/realtime: one session for each connection, one response at a time, paced by the engine.
 
 Close codes: 1003 for a binary message, 1008 for an unknown model in the URL, 1009 for a message that is too large. A

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Handlers of /v1/responses, and the responses that the server remembers.
 
 As a vLLM that was started with VLLM_ENABLE_RESPONSES_API_STORE=1; another ignores `store` and refuses `background`.

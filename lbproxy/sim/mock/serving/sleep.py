@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's sleep mode, as its development server has it: /sleep, /wake_up, /is_sleeping, and /collective_rpc for level 2.
 
 As vLLM 0.32 (decision 0045): requests that arrive while it sleeps are accepted, and computed once it is awake again;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The words of the connectors by which the simulated server gets or gives the KV of a prompt: fields and metrics.
 
 `nixl` and `sglang` read what a body says of a transfer, and word what a response says; `storage` is how a shared folder

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the metrics page has of KV that goes from server to server.
 
 With vLLM's NIXL connector: `vllm:nixl_*` (with Mooncake's `vllm:mooncake_*`), from the start, and

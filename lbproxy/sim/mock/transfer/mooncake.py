@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kv_transfer_params` of vLLM's Mooncake connector, and the page by which decodes find workers.
 
 Prefill and decode meet by `transfer_id`, in either order; see docs/decisions/0041, section 4. A wrong role kills the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kv_transfer_params` of vLLM's NIXL connector: what a request may say, and what the response of a prefill says.
 
 vLLM checks nearly nothing of it, and some of what it lets pass kills the engine or hangs the request (docs/decisions/

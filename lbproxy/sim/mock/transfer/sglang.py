@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`bootstrap_host`, `bootstrap_port` and `bootstrap_room` of SGLang: where the two halves of a request meet.
 
 Prefill and decode servers refuse a request without a room; see docs/decisions/0041, section 6.

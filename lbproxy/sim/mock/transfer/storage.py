@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How vLLM's ExampleConnector (once SharedStorageConnector) names what it keeps in a folder: one folder a prompt.
 
 A match is the whole prompt, in whole blocks. Prompts of one token more than whole blocks never match: what is stored is

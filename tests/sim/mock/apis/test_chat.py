@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Request bodies in all their forms, good and bad."""
 
 import orjson

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One conversation is one prompt, whichever API it comes by; and what stands for images and tools."""
 
 from __future__ import annotations

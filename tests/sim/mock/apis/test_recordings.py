@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the simulated server says, field by field against what a real vLLM 0.32 said to the same request."""
 
 from __future__ import annotations

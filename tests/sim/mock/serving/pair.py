@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two simulated servers for one test: one prefills, the other decodes."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mooncake between two simulated servers, as docs/decisions/0041 section 4 has it of vLLM."""
 
 import asyncio

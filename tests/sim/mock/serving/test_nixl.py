@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NIXL between two simulated servers, as docs/decisions/0041 section 3 has it of vLLM."""
 
 import asyncio

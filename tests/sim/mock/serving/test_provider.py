@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The simulated server as a paid provider: what a client, or a balancer, gets from one."""
 
 import asyncio

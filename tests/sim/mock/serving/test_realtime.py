@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The WebSocket /v1/realtime in both of its dialects."""
 
 from __future__ import annotations

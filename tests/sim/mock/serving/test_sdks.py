@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The server as the SDKs of OpenAI and Anthropic see it, on every API that they have."""
 
 from __future__ import annotations

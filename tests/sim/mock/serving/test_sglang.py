@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SGLang's rendezvous between two simulated servers, as docs/decisions/0041 section 6 has it."""
 
 import asyncio

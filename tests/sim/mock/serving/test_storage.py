@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts in a shared folder, as vLLM's ExampleConnector keeps them (docs/decisions/0041 section 5)."""
 
 from pathlib import Path
