@@ -212,17 +212,18 @@ def measure_all(only: str, seeds: int, trace: str | None, processes: int, file: 
     """Every rule in every cell, as far as `file` does not have it; each run is appended there."""
     kept = kept_runs(file)
     lines = None if trace is None else Path(trace).read_text("utf-8").splitlines()
-    runs: dict[str, tuple[Cell, Run]] = {}
+    runs: dict[tuple[int, str], tuple[Cell, Run]] = {}
     for cell in cells(only):
         for rule in rules_of(cell):
             replays = WORKLOADS[cell.workload].name == "mooncake"
             made = runs_of(scenario(cell, rule, seeds, trace), source=cell.workload, trace=lines if replays else None)
-            runs |= {key_of(cell, rule, seed): (cell, run) for seed, run in enumerate(made, 1)}
+            runs |= {(seed, key_of(cell, rule, seed)): (cell, run) for seed, run in enumerate(made, 1)}
     with (
         file.open("ab", buffering=0) as out,
         ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool,
     ):
-        futures = {pool.submit(measure, *run): name for name, run in runs.items() if name not in kept}
+        by_seed = sorted(runs.items(), key=lambda item: item[0][0])
+        futures = {pool.submit(measure, *run): name for (_, name), run in by_seed if name not in kept}
         for future in as_completed(futures):
             line = orjson.dumps({"run": futures[future], **future.result()._asdict()}, option=orjson.OPT_APPEND_NEWLINE)
             out.write(line)

@@ -7,6 +7,12 @@ Each round starts `python -c pass`, which is what Python itself takes, and then 
 defaults before one endpoint; a client asks until it gets 200. Time is from the start of the process to the answer's
 last byte, CPU is user and system time of the process up to then. Bytecode is compiled beforehand, as an installation
 does.
+
+    .venv/bin/python -m benchmarks.startup --parts [--write]
+
+What of the time and memory of a start the libraries take, and what lbproxy: each is imported after the ones before it,
+in a process of its own for each round, and then lbproxy runs with one endpoint. `--write` puts it into
+docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -29,12 +35,37 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from benchmarks.overhead.process import cpu_s, free_port
+from benchmarks.overhead.plan import machine, today
+from benchmarks.overhead.process import cpu_s, free_port, rss_bytes
+from benchmarks.overhead.report import insert, table
 
 ROOT = Path(__file__).parents[1]
 GIVE_UP_S = 30.0
 BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hello"}]})
 ANSWER = json.dumps({"object": "list", "data": [{"id": "m", "object": "model"}]}).encode()
+PAGE = ROOT / "docs" / "benchmarks.md"
+MARK = "<!-- generated: parts of a start -->"
+PARTS = {
+    "Python": "",
+    "asyncio, uvloop": "asyncio uvloop",
+    "pydantic, PyYAML": "pydantic yaml",
+    "aiohttp, with the `ssl` module": "aiohttp aiohttp.web",
+    "msgspec, orjson, xxhash, websockets": "msgspec orjson xxhash websockets.frames",
+    "prometheus-client": "prometheus_client",
+    "lbproxy": "lbproxy.cli lbproxy.app",
+}
+"""What is imported, in this order."""
+IMPORTER = """
+import importlib, json, os, sys, time
+found = []
+for names in json.loads(sys.argv[1]):
+    began = time.process_time()
+    for name in names.split():
+        importlib.import_module(name)
+    pages = int(open("/proc/self/statm").read().split()[1])
+    found.append((1e3 * (time.process_time() - began), pages * os.sysconf("SC_PAGE_SIZE") / 1e6))
+print(json.dumps(found))
+"""
 
 
 class Took(NamedTuple):
@@ -42,6 +73,8 @@ class Took(NamedTuple):
 
     wall_ms: float
     cpu_ms: float
+    rss_mb: float = 0.0
+    """At the first response."""
 
 
 class _Endpoint(BaseHTTPRequestHandler):
@@ -95,7 +128,8 @@ def start(folder: Path, server_port: int, where: Path) -> Took:
                     assert process.poll() is None, log.read_text()
                     assert time.perf_counter() - began < GIVE_UP_S, log.read_text()
                     time.sleep(0.002)
-                return Took((time.perf_counter() - began) * 1e3, cpu_s([process.pid]) * 1e3)
+                wall_ms, pids = (time.perf_counter() - began) * 1e3, [process.pid]
+                return Took(wall_ms, cpu_s(pids) * 1e3, rss_bytes(pids) / 1e6)
             finally:
                 process.kill()
 
@@ -125,12 +159,39 @@ def measure(rounds: int, places: dict[str, Path]) -> dict[str, list[Took]]:
     return found
 
 
+def parts(rounds: int) -> str:
+    """The table of what is imported."""
+    command = [sys.executable, "-c", IMPORTER, json.dumps(list(PARTS.values()))]
+    runs = [json.loads(subprocess.check_output(command, cwd=ROOT)) for _ in range(rounds)]
+    middles = [[statistics.median(column) for column in zip(*each, strict=True)] for each in zip(*runs, strict=True)]
+    starts = measure(rounds, {"lbproxy": ROOT})
+    bare_ms, done = (statistics.median(one.cpu_ms for one in starts[kind]) for kind in ("python -c pass", "lbproxy"))
+    rows, so_far = [], 0.0
+    for name, (cpu_ms, mb) in zip(PARTS, middles, strict=True):
+        rows.append([name, f"{bare_ms if name == 'Python' else cpu_ms:.0f}", f"{mb - so_far:.1f}"])
+        so_far = mb
+    imported_ms = bare_ms + sum(cpu_ms for cpu_ms, _ in middles[1:])
+    rss_mb = statistics.median(one.rss_mb for one in starts["lbproxy"])
+    rows.append(["settings, sockets, probes, the first request", f"{done - imported_ms:.0f}", f"{rss_mb - so_far:.1f}"])
+    rows.append(["in all", f"{done:.0f}", f"{rss_mb:.1f}"])
+    about = f"`python -m benchmarks.startup --parts --write`, medians of {rounds} rounds, {today()}. {machine()}."
+    return f"{about}\n\n{table(['what', 'CPU, ms', 'resident memory, MB'], rows)}\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", action="store_true", help="nothing but the medians, as a JSON object")
     parser.add_argument("--lbproxy", action="append", type=Path, default=[], metavar="CHECKOUT", help="this one too")
+    parser.add_argument("--parts", action="store_true", help="what of it the libraries take")
+    parser.add_argument("--write", action="store_true", help="with --parts: into docs/benchmarks.md")
     args = parser.parse_args()
+    if args.parts:
+        text = parts(args.rounds)
+        print(text)
+        if args.write:
+            PAGE.write_text(insert(PAGE.read_text(), text, MARK))
+        return
     places = {"lbproxy": ROOT, **{f"lbproxy ({path.name})": path.absolute() for path in args.lbproxy}}
     found = measure(args.rounds, places)
     if args.json:
