@@ -73,6 +73,10 @@ test-tools:
 	    apt-get update -qq; DEBIAN_FRONTEND=noninteractive \
 	    apt-get install -qq -y --no-install-recommends chromium prometheus nginx-light docker-compose gcc libc6-dev \
 	    redis-server haproxy keepalived valgrind > /dev/null
+	@# Debian 12 has no valkey-server but in its backports.
+	command -v valkey-server > /dev/null || ! apt-cache show valkey-server > /dev/null 2>&1 || \
+	    DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends valkey-server > /dev/null || \
+	    echo 'no valkey-server: tests with it are skipped'
 
 # Without the tests of random inputs (hypothesis) and those that measure memory: about half of the CPU time of these folders.
 check: $(VENV)/.dev format lint types

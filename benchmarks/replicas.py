@@ -23,6 +23,7 @@ import orjson
 
 from benchmarks import replicas_cost as costs
 from benchmarks.replicas_cost import Busy, Cost
+from benchmarks.replicas_routing import part_of
 from lbproxy import __version__
 from lbproxy.config.scenario import Scenario
 from lbproxy.core.requests.outcome import Outcome
@@ -324,7 +325,8 @@ def main() -> int:
     if not (found.cost and found.busy) and not args.page:
         found = Found(found.cost or costs.measure(), costs.measure_busy(), is_compiled())
         save(RESULTS, results, found, trace=bool(args.trace))
-    PAGE.write_text(page(results, found, args.seeds, args.trace), "utf-8")
+    kept = part_of(PAGE.read_text("utf-8")) if PAGE.exists() else ""
+    PAGE.write_text(page(results, found, args.seeds, args.trace) + kept, "utf-8")
     return 0
 
 

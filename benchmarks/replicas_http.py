@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several lbproxies as processes over a real Redis server: what clients notice of it, and what it costs.
 
-Before two simulated servers, as compiled or interpreted as lbproxy is here:
+Before simulated servers, as compiled or interpreted as lbproxy is here:
 
     python -m benchmarks.replicas_http limit        # 3 minutes: a limit of 100 requests a minute over three
     python -m benchmarks.replicas_http failures     # 2 minutes: latencies of requests while Redis fails
     python -m benchmarks.replicas_http traffic      # 1 minute: bytes to and from Redis, and CPU, per request
+    python -m benchmarks.replicas_http routing      # 12 minutes: TTFT and hits beside one lbproxy (replicas_routing.py)
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 
 import httpx
 
+from benchmarks import replicas_routing
 from lbproxy.process import is_compiled
 from lbproxy.sim.figures.report import as_table, percentile
 from tests.support.redis_failures import FAILURES
@@ -180,8 +182,14 @@ PARTS = {"limit": limit, "failures": failures, "traffic": traffic}
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=PARTS)
-    print(asyncio.run(PARTS[parser.parse_args().part]()))
+    parts = parser.add_subparsers(dest="part", required=True)
+    for name in PARTS:
+        parts.add_parser(name)
+    replicas_routing.add_options(parts.add_parser("routing"))
+    args = parser.parse_args()
+    if args.part == "routing":
+        return replicas_routing.main(args)
+    print(asyncio.run(PARTS[args.part]()))
     return 0
 
 

@@ -76,7 +76,9 @@ def chosen(args: argparse.Namespace) -> tuple[list[str], list[Router]]:
     """Cells and routers; of the latter those that are not installed, too."""
     agents = [name for name in CELLS if name not in OPEN_LOOPS]
     cells = args.cells or (
-        agents if args.agents else [name for name in OPEN_LOOPS if CELLS[name].in_short or not args.short]
+        agents
+        if args.agents
+        else [name for name in OPEN_LOOPS if (CELLS[name].in_short if args.short else CELLS[name].in_full)]
     )
     args.agents = args.agents or set(cells) <= set(agents)
     if args.agents and not set(cells) <= set(agents):

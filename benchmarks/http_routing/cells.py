@@ -44,6 +44,8 @@ class Cell:
     warm_up_s: float = 0.0
     """Of a trace: arrivals before do not count. A ladder has a warm-up of its own."""
     in_short: bool = True
+    in_full: bool = True
+    """Measured if no cell is named."""
     api: str | None = None
     """Of `apis.APIS`: a closed loop of coding agents, which speak it (`sessions.py`); None = an open loop of chat
     completions."""
@@ -88,6 +90,17 @@ CELLS: dict[str, Cell] = {
         warm_up_s=30,
         in_short=False,
     ),
+    # As `benchmarks.replicas` has it on eight servers: sped up, so that two minutes see conversations come back.
+    "mooncake, x1.5": Cell(
+        "Mooncake's conversations, half of them, at 1.5 times their pace",
+        "mooncake",
+        4,
+        {"speedup": 1.5, "duration_s": 120},
+        share=0.5,
+        warm_up_s=40,
+        in_short=False,
+        in_full=False,
+    ),
     **{
         f"agents-{api}": Cell(
             "coding agents: 26 sessions that share tools and system prompt, through " + how,
@@ -102,7 +115,6 @@ CELLS: dict[str, Cell] = {
     },
 }
 OPEN_LOOPS = [name for name, cell in CELLS.items() if cell.api is None]
-"""What is measured if no cell is named."""
 
 
 def arrivals(cell: Cell, seed: int, rows: Sequence[TraceRow] | None, *, short: bool) -> list[list[Arrival]]:
@@ -120,7 +132,8 @@ def arrivals(cell: Cell, seed: int, rows: Sequence[TraceRow] | None, *, short: b
             [(at, replace(job, session=str(job.prompt[0].id))) for at, job in phase]
             for phase in _phases(cell, parameters, seed, None)
         ]
-    some = thinned(window(mooncake_like(seed) if rows is None else rows, parameters["duration_s"], seed), cell.share)
+    found = mooncake_like(seed) if rows is None else rows
+    some = thinned(window(found, parameters["duration_s"] * parameters["speedup"], seed), cell.share)
     warm_up_s = min(cell.warm_up_s, parameters["duration_s"] / 3)
     return [
         [

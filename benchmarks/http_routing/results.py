@@ -49,6 +49,8 @@ class Row(TypedDict):
     answered: list[int]
     """Requests that each server finished, without the warm-up if it drained."""
     preemptions: int
+    shares: list[int]
+    """Requests of each of several lbproxies; of one, all; of another router, none."""
     failures: dict[str, int]
     """How often what was wrong."""
     server_lag_s: float
@@ -100,6 +102,7 @@ def row_of(trial: Trial, source: Source) -> Row:
         itl_p99=answer["gaps_s"]["p99"],
         answered=[round(after["finished"] - before["finished"]) for before, after in zip(begin, end, strict=True)],
         preemptions=round(sum(one["preemptions"] for one in end) - sum(one["preemptions"] for one in begin)),
+        shares=trial["shares"],
         failures=failures,
         server_lag_s=answer["server_lag_s"],
         client_lag_s=answer["client_lag_s"],
@@ -154,10 +157,13 @@ def served(phases: Sequence[Sequence[Arrival]], calls: Sequence[Sequence[Call]])
 # Virtual time
 
 
-def simulated(cell: str, seed: int, policy: str, source: Source) -> Summary:
-    """The same arrivals on the same fleet under a policy, in virtual time; sizes are known as over HTTP: exactly."""
+def simulated(cell: str, seed: int, policy: str, source: Source, more: Mapping[str, object] | None = None) -> Summary:
+    """The same arrivals on the same fleet under a policy, in virtual time; sizes are known as over HTTP: exactly.
+    `more`: other keys of the scenario.
+    """
     servers = CELLS[cell].servers
     keys = {
+        **(more or {}),
         "fleet": [{"count": servers, "preset": PRESET, "max_model_len": MAX_MODEL_LEN}],
         "workload": {"name": "own"},
         "policies": [policy],

@@ -18,6 +18,24 @@ from benchmarks.overhead.load import BENCH
 from benchmarks.overhead.subjects import Subject
 
 OURS = "lbproxy"
+STORES = ("redis-server", "valkey-server")
+
+
+@dataclass(frozen=True, slots=True)
+class Several:
+    """Several lbproxies, each with a part of the connections."""
+
+    count: int
+    store: str | None
+    """The program over which they share, of `STORES`; None: each is alone."""
+
+    @property
+    def name(self) -> str:
+        """In tables and on the command line."""
+        return f"{self.count} lbproxies, {self.store or 'unshared'}"
+
+
+SEVERAL = [Several(count, store) for count in (2, 3) for store in (*STORES, None)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +58,7 @@ class Router:
 def routers(servers: Sequence[int]) -> list[Router]:
     """All that there are, installed or not, before servers on these ports."""
     urls = [f"http://127.0.0.1:{port}" for port in servers]
-    several = [_several(urls, count, shared=shared) for count in (2, 3) for shared in (True, False)]
+    several = [_several(urls, one) for one in SEVERAL]
     return [_lbproxy(urls), *_nginx(servers), *_rust(urls), *_litellm(urls), *several]
 
 
@@ -70,13 +88,13 @@ def _lbproxy(urls: Sequence[str]) -> Router:
     return Router(subject, "adaptive", in_short=True)
 
 
-def _several(urls: Sequence[str], count: int, *, shared: bool) -> Router:
-    """Their admin listeners are on ports that nobody asks."""
-    command = (sys.executable, "-m", "benchmarks.http_routing.several", str(count), "$folder/cfg.yaml", "$port")
+def _several(urls: Sequence[str], several: Several) -> Router:
+    """Their admin listeners are on ports that their output names."""
+    command = (sys.executable, "-m", "benchmarks.http_routing.several", str(several.count), "$folder/cfg.yaml", "$port")
     settings = LBPROXY.replace("$spare", "0").format(urls=", ".join(f'"{url}"' for url in urls))
     subject = Subject(
-        f"{count} lbproxies, {'shared' if shared else 'unshared'}",
-        (*command, "--shared") if shared else command,
+        several.name,
+        command if several.store is None else (*command, "--store", several.store),
         "on one port, each with a share of the connections",
         {"cfg.yaml": settings},
     )

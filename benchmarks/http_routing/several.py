@@ -1,30 +1,82 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several lbproxies that accept on one port, as behind a TCP load balancer: the kernel gives each connection to one.
 
-    python -m benchmarks.http_routing.several COUNT SETTINGS PORT [--shared]
+    python -m benchmarks.http_routing.several COUNT SETTINGS PORT [--store PROGRAM]
 
-`--shared`: with a redis-server of their own, over which they tell each other what they place. Ends with its children.
+`--store`: with a redis-server or valkey-server of their own, over which they tell each other what they place. Ends with
+its children. `admins`, `wait_until_joined` and `ended` are for who started it: they look at the lbproxies.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from urllib.request import urlopen
 
+import orjson
 from redis import Redis
 from redis.exceptions import RedisError
 
+from benchmarks.overhead.process import StartError
 
-def start_redis(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
+JOINED_S = 30.0
+"""Within this time all know of each other, also on a busy machine."""
+_ADMIN = re.compile(r"lbproxy \S+ listens on \S+, admin on (http://[\w.:\[\]]+)")
+_ENDED = re.compile(rb"^lbproxy_requests_total\{.*\} (\S+)$", re.MULTILINE)
+
+
+# The running lbproxies
+
+
+def admins(output: str) -> list[str]:
+    """URLs of the admin listeners of the lbproxies that wrote this; of other programs' output, none."""
+    return _ADMIN.findall(output)
+
+
+def wait_until_joined(urls: Sequence[str]) -> None:
+    """Wait until each that shares knows of all others. Raises StartError."""
+    end = time.monotonic() + JOINED_S
+    while not all(_knows(url, len(urls) - 1) for url in urls):
+        if time.monotonic() > end:
+            raise StartError("the lbproxies do not know of each other")
+        time.sleep(0.1)
+
+
+def _knows(url: str, others: int) -> bool:
+    replicas = orjson.loads(_get(f"{url}/admin/state"))["replicas"]
+    return replicas is None or (replicas["connected"] and len(replicas["others"]) == others)
+
+
+def ended(urls: Sequence[str]) -> list[int]:
+    """How many requests of each have ended so far. Raises StartError if one is gone."""
+    return [round(sum(map(float, _ENDED.findall(_get(f"{url}/metrics"))))) for url in urls]
+
+
+def _get(url: str) -> bytes:
+    try:
+        with urlopen(url, timeout=10) as response:
+            page: bytes = response.read()
+    except OSError as error:
+        raise StartError(f"an lbproxy does not respond at {url}: {error}") from None
+    return page
+
+
+# The process that starts them
+
+
+def start_store(program: str, folder: Path) -> tuple[subprocess.Popen[bytes], str]:
     """A server without a TCP port, and its URL."""
-    path = folder / "redis.sock"
-    command = ["redis-server", "--port", "0", "--unixsocket", str(path), "--save", "", "--dir", str(folder)]
+    path = folder / "store.sock"
+    command = [program, "--port", "0", "--unixsocket", str(path), "--save", "", "--dir", str(folder)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     end = time.monotonic() + 10.0
     while time.monotonic() < end:
@@ -34,7 +86,7 @@ def start_redis(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
             time.sleep(0.05)
         else:
             return process, f"unix://{path}"
-    raise SystemExit("redis-server does not respond")
+    raise SystemExit(f"{program} does not respond")
 
 
 def start_lbproxy(number: int, settings: Path, port: int, replicas: str) -> subprocess.Popen[bytes]:
@@ -59,7 +111,12 @@ os.execv({sys.executable!r}, [{sys.executable!r}, "-m", "lbproxy", "--config", {
 
 
 def main() -> None:
-    count, settings, port = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("count", type=int)
+    parser.add_argument("settings", type=Path)
+    parser.add_argument("port", type=int)
+    parser.add_argument("--store", metavar="PROGRAM")
+    args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     children: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "rb") as nothing:
@@ -67,11 +124,13 @@ def main() -> None:
             os.dup2(nothing.fileno(), 3)
         replicas = ""
         try:
-            if "--shared" in sys.argv:
-                redis, url = start_redis(Path(folder))
-                children.append(redis)
+            if args.store is not None:
+                store, url = start_store(args.store, Path(folder))
+                children.append(store)
                 replicas = f"replicas: {{url: '{url}', name: lb-$n}}\n"
-            lbproxies = [start_lbproxy(n, settings, port, replicas.replace("$n", str(n))) for n in range(count)]
+            lbproxies = [
+                start_lbproxy(n, args.settings, args.port, replicas.replace("$n", str(n))) for n in range(args.count)
+            ]
             children += lbproxies
             lbproxies[0].wait()
         finally:

@@ -28,6 +28,7 @@ from typing import TypedDict
 
 import orjson
 
+from benchmarks.http_routing import several
 from benchmarks.http_routing.apis import APIS, Api, prompt_of, written
 from benchmarks.http_routing.cells import CELLS, MODEL, Cell
 from benchmarks.http_routing.client import Answer, Counters, Request, counters
@@ -68,6 +69,8 @@ class Trial(TypedDict):
     servers_cpu_s: float
     others_cpu_s: float
     """What else ran on the machine."""
+    shares: list[int]
+    """Requests of each of several lbproxies; of one, all; of another router, none."""
     seconds: float
     """Of the replay."""
 
@@ -109,6 +112,7 @@ def run(task: Task, *, short: bool, trace: str | None) -> Trial:
         with router.subject.start(0, Path(name) / "router") as proxy:
             get_ready(proxy, ports)
             _speaks(CELLS[task.cell], proxy.port, ports[0])
+            several.wait_until_joined(several.admins(proxy.output()))
             request = Request(
                 cell=task.cell, seed=task.seed, short=short, trace=trace, port=proxy.port, servers=list(ports)
             )
@@ -119,6 +123,8 @@ def _replay(task: Task, request: Request, proxy: Proxy, servers: subprocess.Pope
     used, others = proxy.usage(), Usage([servers.pid])
     begin, busy = time.monotonic(), busy_s()
     waited, cpu, servers_cpu = waited_s(used.pids), used.cpu_s(), others.cpu_s()
+    admins = several.admins(proxy.output())
+    ended = several.ended(admins)
     answer = ask_client(f"{PACKAGE}.{'client' if CELLS[task.cell].api is None else 'sessions'}", request)
     if proxy.process.poll() is not None:
         raise TrialError(f"the router ended: {proxy.last_words()}")
@@ -132,6 +138,7 @@ def _replay(task: Task, request: Request, proxy: Proxy, servers: subprocess.Pope
         router_waited_s=waited_s(used.pids) - waited,
         servers_cpu_s=servers_cpu,
         others_cpu_s=busy_s() - busy - router_cpu - servers_cpu - answer["client_cpu_s"],
+        shares=[after - before for before, after in zip(ended, several.ended(admins), strict=True)],
         seconds=time.monotonic() - begin,
     )
 

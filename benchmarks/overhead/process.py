@@ -127,7 +127,11 @@ class Proxy:
 
     def last_words(self) -> str:
         """The end of its output, on one line."""
-        return " ".join(self.log.read_bytes()[-600:].decode("utf-8", "replace").split())
+        return " ".join(self.output()[-600:].split())
+
+    def output(self) -> str:
+        """All that it wrote."""
+        return self.log.read_bytes().decode("utf-8", "replace")
 
     def usage(self) -> Usage:
         """Of all its processes of now."""

@@ -251,6 +251,7 @@ def test_a_closed_loop_against_a_server_itself(tiny: str) -> None:
         router_waited_s=0.0,
         servers_cpu_s=1.0,
         others_cpu_s=0.0,
+        shares=[],
         seconds=3.0,
     )
     row = row_of(trial, Arrivals(None, False))

@@ -187,6 +187,7 @@ def trial_of(cell: str, phases: list[list[Call]], marks: list[list[Counters]], *
         router_waited_s=0.0,
         servers_cpu_s=1.0,
         others_cpu_s=0.0,
+        shares=[9],
         seconds=60.0,
     )
 
