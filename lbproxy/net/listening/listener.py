@@ -27,6 +27,8 @@ import socket
 import ssl
 from collections.abc import Callable, Sequence
 
+from lbproxy.net.listening.bind import BACKLOG
+
 logger = logging.getLogger("lbproxy")
 
 BATCH = 64
@@ -138,6 +140,11 @@ class Listener:
         for sock in sockets:
             sock.setblocking(False)
             self._loop.add_reader(sock, self._accept, sock)
+
+    def accept_rest(self) -> None:
+        """Accept what waits in the queues, for whoever closes the last descriptors: that would reset it."""
+        for sock in self.sockets:
+            self._accept_some(sock, BACKLOG)
 
     def close(self) -> None:
         """Stop accepting. Allowed at any time."""

@@ -200,6 +200,7 @@ class FrontEnd(web.Server):
         """
         cut = 0
         self._keep_no_connection()
+        self.listener.accept_rest()
         self.listener.close()
         self.end_within(deadline_s)
         while (self._open or self.listener.passing) and (left_s := self._ends_at - self._loop.time()) > 0.0:

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
+from contextlib import AsyncExitStack
 
 from lbproxy.core.requests.outcome import Outcome
+from lbproxy.net.listening.listener import BATCH
 from tests.support.aio import run, until
 from tests.support.endpoint import LAST, STREAM_HEAD, Received, ScriptedEndpoint, Wire, answer, event
 from tests.support.rig import post, rig
@@ -37,6 +40,28 @@ def test_at_the_deadline_streams_are_cut_with_an_error_and_unanswered_requests_g
             assert refused.status == 503
             assert json.loads(refused.body)["error"]["code"] == "lb_draining"
             assert {record.outcome for record in it.records.requests} == {Outcome.CUT, Outcome.DRAINING}
+
+    run(main())
+
+
+def test_connections_that_were_not_accepted_yet_are_served_though_it_stops() -> None:
+    """Closing the socket would reset them. More than one turn accepts: the loop has none between connect and stop."""
+
+    async def script(wire: Wire, _: Received) -> None:
+        await wire.send(answer())
+
+    async def main() -> None:
+        async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url) as it, AsyncExitStack() as stack:
+            address = it.front.listener.sockets[0].getsockname()
+            clients = [stack.enter_context(socket.create_connection(address)) for _ in range(3 * BATCH)]
+            for client in clients:
+                client.sendall(post())
+                client.setblocking(False)
+            stopping = asyncio.create_task(it.front.stop(30.0))
+            loop = asyncio.get_running_loop()
+            heads = await asyncio.gather(*(loop.sock_recv(client, 16) for client in clients))
+            assert {head[:12] for head in heads} == {b"HTTP/1.1 200"}
+            assert await stopping == 0
 
     run(main())
 
