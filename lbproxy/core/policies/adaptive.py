@@ -29,7 +29,7 @@ from lbproxy.core.requests.request import InferenceRequest
 
 STALL: Final = 0.17
 """The share of a prefill's time by which each stream on the endpoint is delayed (chunked prefill shares the step)."""
-APART_STALL_MS: Final = 700.0
+APART_STALL_MS: Final = 850.0
 """Where prefill and decode are apart, a prefill of this length delays each stream there by all of its time, others in
 proportion to their length, `STALL` at least (docs/decisions/0042). While a prompt is computed, a stream gets a token a
 step of 8,192 tokens instead of one every 15 ms: tokens of a response hide a short delay, and a long one shows in its
