@@ -41,6 +41,8 @@ NO_FAULTS: Final = frozenset({Outcome.COMPLETED, Outcome.CLIENT_CLOSED, Outcome.
 """Ends that the endpoint did not cause by failing: those by the client and by lbproxy's own stop are among them."""
 DRAINING: Final = "draining"
 """Stands among the states of health in a list of transitions."""
+PREFIXES: Final = ("chatcmpl-", "cmpl-")
+"""vLLM's, before the `x-request-id` that came with the request: the id of its response."""
 WAITS: Final[dict[Wait, str]] = {
     Wait.HELD: "its best endpoint was full, and others were not",
     Wait.BUSY: "every endpoint had more than a quarter of a second of queued work",
@@ -111,12 +113,13 @@ class Recent:
 
     def explain(self, request_id: str) -> Fields | None:
         """All that is known of one request, also of one that runs or waits; of several that have this id, of the
-        newest.
+        newest. `request_id`: also the id of its response, if the engine makes that of the request's.
         """
+        made_of = next((request_id.removeprefix(one) for one in PREFIXES if request_id.startswith(one)), request_id)
         for running, records in ((True, self._running()), (False, reversed(self._kept))):
             for record in records:
                 says = record.decision is not None or (record.wait is not None and record.placed_at is None)
-                if record.id == request_id and (says or not running):
+                if record.id in {request_id, made_of} and (says or not running):
                     return _explained(record, time.time() - self._now(), self._now(), running=running)
         return None
 

@@ -372,6 +372,17 @@ def test_a_running_request_comes_before_one_that_ended_under_the_same_id() -> No
     assert (found["running"], found["endpoint"]) == (False, "e1"), "the running one has no decision yet"
 
 
+@pytest.mark.parametrize("known", ["r", "chatcmpl-r", "cmpl-r"])
+def test_a_request_is_found_by_the_id_of_its_response(known: str) -> None:
+    """A gateway in front shows its clients that one alone. An id that begins so by itself is found as it is."""
+    recent = Recent(10, lambda: 20.0, list)
+    recent.ended([record("r"), record("chatcmpl-other")])
+    for name, found in ((known, recent.explain(known)), ("chatcmpl-other", recent.explain("chatcmpl-other"))):
+        assert found is not None
+        assert found["id"] == ("r" if name == known else name)
+    assert recent.explain("chatcmpl-") is None
+
+
 def test_a_request_that_was_held_says_for_which_endpoint_and_why() -> None:
     recent = Recent(10, lambda: 20.0, list)
     recent.ended([record("any"), record("held", wait=Wait.HELD, held_for="e2", full_by="requests")])
