@@ -7,6 +7,7 @@ A sink. Per request it keeps a reference; everything else happens when somebody 
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 from collections import defaultdict, deque
@@ -41,7 +42,7 @@ NO_FAULTS: Final = frozenset({Outcome.COMPLETED, Outcome.CLIENT_CLOSED, Outcome.
 """Ends that the endpoint did not cause by failing: those by the client and by lbproxy's own stop are among them."""
 DRAINING: Final = "draining"
 """Stands among the states of health in a list of transitions."""
-PREFIXES: Final = ("chatcmpl-", "cmpl-")
+PREFIX: Final = re.compile("^(?:chat)?cmpl-")
 """vLLM's, before the `x-request-id` that came with the request: the id of its response."""
 WAITS: Final[dict[Wait, str]] = {
     Wait.HELD: "its best endpoint was full, and others were not",
@@ -115,7 +116,7 @@ class Recent:
         """All that is known of one request, also of one that runs or waits; of several that have this id, of the
         newest. `request_id`: also the id of its response, if the engine makes that of the request's.
         """
-        made_of = next((request_id.removeprefix(one) for one in PREFIXES if request_id.startswith(one)), request_id)
+        made_of = PREFIX.sub("", request_id)
         for running, records in ((True, self._running()), (False, reversed(self._kept))):
             for record in records:
                 says = record.decision is not None or (record.wait is not None and record.placed_at is None)
