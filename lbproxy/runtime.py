@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 
+from lbproxy.by_address import ByAddress
 from lbproxy.config.tree import Settings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec, EndpointUid
@@ -36,7 +37,7 @@ from lbproxy.core.requests.openai import ModelCard
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.core.requests.retry import FailureKind, UpstreamError, Verdict
-from lbproxy.model_look import ByAddress, ModelLook, ModelReader
+from lbproxy.model_look import ModelLook, ModelReader
 from lbproxy.pulse import Pulse
 from lbproxy.request_runtime import RequestRuntime
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent / "lbproxy"
 FILES = sorted(ROOT.rglob("*.py"))
 
 LAYERS = [
-    *("config", "settings_file", "core", "model_look pulse process", "request_runtime", "runtime", "workers net"),
+    *("config", "settings_file", "core", "by_address model_look pulse process", "request_runtime", "runtime", "workers net"),
     *("proxy control extras", "data_plane", "app", "processes"),
     *("check demo sim_cli terminal", "cli", "__main__"),
 ]
