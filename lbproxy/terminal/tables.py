@@ -318,8 +318,7 @@ def _decision(made: Fields, number: int) -> Iterator[RenderableType]:
     if made.get("second_leg"):
         where = f"decode on {where}"
     if made.get("tier", 1) > 1:
-        reason = made.get("overflow")
-        where += f" of tier {made['tier']}" + (f" ({plain(reason)})" if reason is not None else "")
+        where += f" of tier {made['tier']}"
     yield Text(f"Attempt {number}: {where}, by {plain(made['policy'])}: {plain(made['because'])}.")
     if (compared := _compared(made)) is not None:
         yield compared

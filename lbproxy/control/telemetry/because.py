@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from lbproxy.core.policies.explain import Decision
+from lbproxy.core.queue.ticket import Overflow
 
 LESS: Final[Mapping[str, str]] = {
     "base": "the first token of any prompt comes sooner than from {}",
@@ -29,10 +30,24 @@ CACHE_PARTS: Final = frozenset({"prefill", "cache_space"})
 """Parts in proportion to the tokens that are not cached, among other things."""
 CACHED_SHARE: Final = 0.5
 """Cached tokens are the reason if, alone, they make at least this share of such a difference."""
+_OVERFLOWS: Final[Mapping[Overflow, str]] = {
+    Overflow.DOWN: "no endpoint of a lower tier took requests",
+    Overflow.FAILED: "the endpoints of lower tiers had failed this request",
+    Overflow.WAIT: "the wait in a lower tier was too long",
+    Overflow.LIMIT: "the endpoints of lower tiers were at their limits for too long",
+    Overflow.FULL: "a lower tier would have refused it",
+    Overflow.DEADLINE: "a lower tier would have missed its deadline",
+}
+"""Why it went to its tier."""
 
 
 def because(made: Decision, prompt_tokens: int | None) -> str:
     """Why the decision fell so. `prompt_tokens`: of the request, if they are known."""
+    why = _among_candidates(made, prompt_tokens)
+    return why if made.overflow is None else f"{_OVERFLOWS[Overflow(made.overflow)]}; {why}"
+
+
+def _among_candidates(made: Decision, prompt_tokens: int | None) -> str:
     if made.cost is None:
         return "it was the only candidate"
     limit = min(made.costs) + made.policy.tolerance

@@ -15,6 +15,7 @@ from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.policies.explain import Decision
 from lbproxy.core.policies.registry import make_policy
+from lbproxy.core.queue.ticket import Overflow
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import Usage
 from tests.core.policies.test_split import prompt
@@ -23,7 +24,9 @@ from tests.support.pool import pool_of
 CACHED = "prompt tokens are expected in its cache"
 
 
-def explained(policy: str, costs: list[float], candidates: int | None = None) -> dict[str, object]:
+def explained(
+    policy: str, costs: list[float], candidates: int | None = None, *, overflow: Overflow | None = None
+) -> dict[str, object]:
     """The second of the candidates was chosen."""
     states = [
         EndpointState(Endpoint(name=f"e{n}", base_url=f"http://e{n}:1", uid=EndpointUid(n)))
@@ -34,6 +37,7 @@ def explained(policy: str, costs: list[float], candidates: int | None = None) ->
     by = make_policy(RoutingSettings.model_validate({"policy": policy}))
     made = Decision(by, 10.0, chosen, states, prices, None, [])
     made.parts, made.candidates = [], candidates or len(states)
+    made.overflow = None if overflow is None else overflow.value
     record = RequestRecord("r", "POST", "/v1/completions", "127.0.0.1", 10.0)
     record.attempts, record.outcome, record.ended_at, record.decision = 1, Outcome.COMPLETED, 11.0, made
     recent = Recent(1, lambda: 20.0, list)
@@ -57,6 +61,13 @@ def explained(policy: str, costs: list[float], candidates: int | None = None) ->
 )
 def test_a_choice_has_a_reason(policy: str, costs: list[float], candidates: int, because: str) -> None:
     assert explained(policy, costs, candidates)["because"] == because
+
+
+def test_each_reason_to_overflow_is_said_before_the_choice_within_the_tier() -> None:
+    said = {overflow: str(explained("adaptive", [5.0], overflow=overflow)["because"]) for overflow in Overflow}
+    assert said[Overflow.DOWN] == "no endpoint of a lower tier took requests; it was the only candidate"
+    assert all(one.endswith("; it was the only candidate") for one in said.values())
+    assert len({*said.values()}) == len(Overflow)
 
 
 @pytest.mark.parametrize(("policy", "unit"), [("adaptive", "ms"), ("min-ttft", "ms"), ("least-request", None)])
