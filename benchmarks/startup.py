@@ -94,10 +94,15 @@ class _Endpoint(BaseHTTPRequestHandler):
         pass
 
 
+class _Endpoints(ThreadingHTTPServer):
+    def handle_error(self, request: object, client_address: object) -> None:
+        pass  # each start ends by a kill, which resets its connections
+
+
 @contextmanager
 def endpoint() -> Iterator[int]:
     """A server that says 200 to everything: its port."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Endpoint) as server:
+    with _Endpoints(("127.0.0.1", 0), _Endpoint) as server:
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server.server_address[1]

@@ -23,8 +23,8 @@ ROOT = Path(__file__).parent.parent / "lbproxy"
 FILES = sorted(ROOT.rglob("*.py"))
 
 LAYERS = [
-    *("config", "settings_file", "core", "by_address model_look pulse process", "request_runtime", "runtime", "workers net"),
-    *("proxy control extras", "data_plane", "app", "processes"),
+    *("config", "settings_file", "core", "by_address model_look pulse process", "request_runtime"),
+    *("runtime", "workers net", "proxy control extras", "data_plane", "app", "processes"),
     *("check demo sim_cli terminal", "cli", "__main__"),
 ]
 """Left to right: a module imports its own layer and what stands left of it; neighbours in one place not each other."""

@@ -7,8 +7,9 @@ processes end soon. Stopping goes the other way: workers first, so that requests
 What cannot start with the settings of the start ends everything, as in a single process. A stop during the start kills
 what is not ready, and lets requests of workers that are ready finish. Invariants:
 
-- The listening sockets are open as long as the supervisor lives, so that no connection is refused while another
-  process starts; the supervisor itself never accepts.
+- The supervisor has the listening sockets open until it stops, so that no connection is refused while another process
+  starts; it never accepts. When it stops, only those that accept have them: what the last of these does not accept any
+  more is refused, where otherwise it would wait in the kernel's queue, and be reset.
 - A child that shows no sign of life for `SILENT_S` is killed, and so replaced.
 """
 
@@ -188,10 +189,13 @@ class Supervisor:
 
     def close(self) -> None:
         """Let go of everything."""
+        self._close_sockets()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _close_sockets(self) -> None:
         for listening in self._sockets.values():
             for sock in listening:
                 sock.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _listen(self, inherited: Inherited) -> None:
         """Open both listeners' sockets, or take those that are inherited. Raises OSError."""
@@ -328,6 +332,7 @@ class Supervisor:
         lame_duck_s = 0.0 if orders.hurry.is_set() else min(drain.lame_duck, drain.deadline)
         sooner = self._group.create_task(self._stop_sooner(orders)) if not orders.stop.is_set() else None
         self._end_unready()
+        self._close_sockets()
         if self._balancer.child is not None:
             self._balancer.child.link.send(Draining(handed_over))
         workers = self._tell_workers(Stop(deadline_s, lame_duck_s, not handed_over))

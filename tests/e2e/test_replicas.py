@@ -77,7 +77,7 @@ def test_of_one_that_is_killed_only_its_own_break_and_its_counts_go(tmp_path: Pa
             streams = [await _stream(killed.url) for _ in range(6)]
             others = [await _stream(one.url) for one in left]
             await until(lambda: [one.elsewhere() for one in left] == [7, 7], "all are known", every_s=0.1)
-            killed.process.process.send_signal(signal.SIGKILL)
+            killed.process.kill()
             await until(lambda: [one.elsewhere() for one in left] == [1, 1], "its counts are gone", every_s=0.1)
             assert [one.others() for one in left] == [1, 1]
             for stream in streams:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -13,7 +12,7 @@ import httpx
 import pytest
 
 from tests.support.aio import run, until
-from tests.support.process import children_of, lbproxy, mock
+from tests.support.process import lbproxy, mock
 
 PROMPT = "A long document that several questions are about. " * 200
 
@@ -53,8 +52,7 @@ def test_the_next_process_knows_what_the_last_one_learned(end: signal.Signals, t
             ask(listen)
             if end is signal.SIGKILL:
                 wait_for_write(admin, tmp_path)
-                process.process.kill()
-                process.process.wait()
+                process.kill()
             else:
                 assert process.stop() == 0
         with lbproxy(tmp_path, [url], settings(tmp_path)) as (process, listen, admin):
@@ -89,12 +87,7 @@ def test_a_budget_is_spent_once(workers: int, end: signal.Signals, tmp_path: Pat
                 assert process.stop() == 0
             else:
                 wait_for_write(admin, tmp_path)
-                children = children_of(process.process.pid)
-                process.process.kill()
-                process.process.wait()
-                for child in children:  # they would finish their requests
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(child, signal.SIGKILL)
+                process.kill()
         with lbproxy(tmp_path, [endpoint], more) as (process, listen, admin):
             process.wait_for("restored what 1 endpoints used of their limits")
             process.wait_for("serves m")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -305,6 +306,28 @@ def test_sigterm_lets_streams_of_all_workers_finish(servers: list[str], tmp_path
         run(body(it), timeout_s=100.0)
         assert it.process.process.wait(20) == 0
         assert not any(exists(pid) for pid in children)
+
+
+def test_connections_after_the_last_worker_stopped_accepting_are_refused(servers: list[str], tmp_path: Path) -> None:
+    """Not left in the kernel's queue until the streams have ended, and then reset."""
+
+    async def body(it: Cluster) -> None:
+        address = httpx.URL(it.url)
+
+        def refused() -> bool:
+            try:
+                socket.create_connection((address.host, address.port or 0)).close()
+            except ConnectionRefusedError:
+                return True
+            return False
+
+        async with streams(it, LONG) as opened:
+            os.kill(it.pid, signal.SIGTERM)
+            await until(refused, "the port is closed", every_s=0.05)
+            assert all([await one.goes_on() for one in opened])
+
+    with cluster(tmp_path, servers, deadline="60s") as it:
+        run(body(it), timeout_s=100.0)
 
 
 def test_sighup_has_every_worker_use_the_new_settings(servers: list[str], tmp_path: Path) -> None:

@@ -27,9 +27,14 @@ LBPROXY = shlex.split(os.environ.get("LBPROXY_COMMAND", "")) or [sys.executable,
 class Process:
     """A running command whose output is read as it comes. Ended with the `with` block, and its successors too."""
 
+    _has_workers = False
+    """In a run with LBPROXY_TEST_WORKERS."""
+
     def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
         if WORKERS and arguments[:1] == ("--config",) and (config := Path(arguments[1])).exists():
-            config.write_text(with_workers(config.read_text()))
+            text = with_workers(config.read_text())
+            config.write_text(text)
+            self._has_workers = re.search(r"^workers: *[2-9]", text, re.MULTILINE) is not None
         self._start([*LBPROXY, *arguments], env)
 
     def _start(self, command: list[str], env: dict[str, str] | None) -> None:
@@ -44,14 +49,9 @@ class Process:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, t: TracebackType | None) -> None:
-        left = children_of(self.process.pid)  # they would finish what runs
+        self.kill()
         for successor in re.findall(r"the new process accepts connections: process (\d+)", self.read()):
-            left += [int(successor), *children_of(int(successor))]
-        self.process.kill()
-        self.process.wait()
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            _kill(int(successor), *children_of(int(successor)))
         assert self.process.stdout is not None
         self.process.stdout.close()
 
@@ -67,13 +67,20 @@ class Process:
     def wait_for(self, pattern: str, *, within_s: float = 30.0) -> re.Match[str]:
         """Wait until the output matches; after `listens on`, until its workers accept connections too."""
         end = time.monotonic() + within_s
-        if WORKERS > 1 and "listens on" in pattern:
+        if self._has_workers and "listens on" in pattern:
             self.wait_for(r"workers accept connections|\"stop\"", within_s=within_s)
         while (match := re.search(pattern, self.read())) is None:
             assert self.process.poll() is None, f"it ended:\n{self.read()}"
             assert time.monotonic() < end, f"no {pattern!r} in:\n{self.output}"
             time.sleep(0.02)
         return match
+
+    def kill(self) -> None:
+        """Kill it and its children, which would finish what runs: as when their machine dies."""
+        children = children_of(self.process.pid)
+        self.process.kill()
+        self.process.wait()
+        _kill(*children)
 
     def stop(self, number: int = signal.SIGTERM, *, within_s: float = 30.0) -> int:
         """Signal it and wait for its end; returns the exit code."""
@@ -94,6 +101,12 @@ class Program(Process):
 
     def __init__(self, command: list[str], env: dict[str, str] | None = None) -> None:
         self._start(command, env)
+
+
+def _kill(*pids: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def children_of(pid: int) -> list[int]:
