@@ -88,14 +88,19 @@ FLOWS = (1, 2, 10)
 
 
 @dataclass(frozen=True, order=True)
-class Cell:
-    """One row of the page."""
+class Conditions:
+    """What is asked of which servers."""
 
     kind: str
     load: float
+    """Times what the servers can answer."""
     streams: bool
     gauges: bool
     flows: int
+
+
+class Cell(Conditions):
+    """One row of the page."""
 
     def __str__(self) -> str:
         how = "streams" if self.streams else "whole"

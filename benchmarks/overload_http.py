@@ -28,7 +28,7 @@ import orjson
 import uvloop
 
 from benchmarks.overhead.process import free_port
-from benchmarks.overload import ENOUGH, GOOD_TTFT_S, PAGE, SMALL_QUEUE, SOCKETS
+from benchmarks.overload import ENOUGH, GOOD_TTFT_S, PAGE, SMALL_QUEUE, SOCKETS, Conditions
 from lbproxy.sim.figures.report import as_table, percentile
 
 RESULTS = Path(__file__).parent / "results" / "overload-http.json"
@@ -51,15 +51,8 @@ KINDS = {
 """Options of the servers; tokens of a prompt and of a response."""
 
 
-@dataclass(frozen=True)
-class Cell:
-    """What is asked of which servers."""
-
-    kind: str
-    load: float
-    streams: bool
-    gauges: bool
-    flows: int
+class Cell(Conditions):
+    """One row of the last part of the page."""
 
     def __str__(self) -> str:
         how = "streams" if self.streams else "whole"

@@ -91,6 +91,25 @@ class Quantity:
         }
 
 
+class ReadFromText:
+    """A value that settings write as a text: a subclass reads it, and `str` shows what may be shown of it."""
+
+    __slots__ = ()
+
+    @classmethod
+    def read(cls, value: object) -> object:
+        """From its text, or the value itself. Raises PydanticCustomError."""
+        raise NotImplementedError
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(cls.read, serialization=core_schema.to_string_ser_schema())
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, object]:
+        return {"type": "string"}
+
+
 def duration(at_least: str, at_most: str) -> Quantity:
     """Seconds. Bounds keep a typing error from becoming a busy loop or a wait without end."""
     units = (("ms", "0.001"), ("s", "1"), ("m", "60"), ("h", "3600"))

@@ -26,13 +26,14 @@ from benchmarks.http_routing.client import Answer, Counters, Reading, Request, c
 from benchmarks.http_routing.results import Source as Arrivals
 from benchmarks.http_routing.results import closed_loop, row_of, simulated
 from benchmarks.http_routing.sessions import SessionClient
-from benchmarks.http_routing.trial import Trial, refusal
+from benchmarks.http_routing.trial import refusal
 from lbproxy.sim.figures.report import Summary
 from lbproxy.sim.mock.http import MockOptions, MockServer
 from lbproxy.sim.workloads.catalogue import make_workload
 from lbproxy.sim.workloads.coding_agents import Role
 from lbproxy.sim.workloads.prompts import Piece
 from lbproxy.sim.workloads.workload import Job
+from tests.benchmarks.trials import one_trial
 from tests.support.aio import run
 
 NEVER = {"person_share": 0, "delegate": 0}
@@ -242,19 +243,7 @@ def test_a_closed_loop_against_a_server_itself(tiny: str) -> None:
     job, _ = max(client._sent, key=lambda one: len(one[0].prompt))
     texts = [item.text for item in prompt_of(job, client._text).items if item.role == Role.ASSISTANT]
     assert any(text.endswith(". ") or ". " in text for text in texts), "the server's sentences"
-    trial = Trial(
-        cell=tiny,
-        seed=1,
-        router="lbproxy",
-        answer=answer,
-        router_cpu_s=1.0,
-        router_waited_s=0.0,
-        servers_cpu_s=1.0,
-        others_cpu_s=0.0,
-        shares=[],
-        seconds=3.0,
-    )
-    row = row_of(trial, Arrivals(None, False))
+    row = row_of(one_trial(tiny, answer, shares=[], seconds=3.0), Arrivals(None, False))
     assert row["summary"]["requests"] == len(later)
     assert row["summary"]["failed"] == 0
     assert row["answered"] == [pytest.approx(len(later), abs=len(warm))]

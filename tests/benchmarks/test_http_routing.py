@@ -25,6 +25,7 @@ from lbproxy.sim.mock.text import block_hashes, render_chat
 from lbproxy.sim.workloads.prompts import Piece
 from lbproxy.sim.workloads.traces import TraceRow, mooncake_like
 from lbproxy.sim.workloads.workload import Job
+from tests.benchmarks.trials import one_trial
 from tests.support.aio import run
 
 TINY = Cell("tiny", "ladder", 1, {"groups": 2, "shared_tokens": 640, "question_tokens": 64, "output_tokens": 5})
@@ -178,18 +179,7 @@ def trial_of(cell: str, phases: list[list[Call]], marks: list[list[Counters]], *
         client_lag_s=0.001,
         client_cpu_s=1.0,
     )
-    return Trial(
-        cell=cell,
-        seed=1,
-        router="lbproxy",
-        answer=answer,
-        router_cpu_s=1.0,
-        router_waited_s=0.0,
-        servers_cpu_s=1.0,
-        others_cpu_s=0.0,
-        shares=[9],
-        seconds=60.0,
-    )
+    return one_trial(cell, answer, shares=[9], seconds=60.0)
 
 
 def test_the_warm_up_counts_nowhere(tiny: str) -> None:

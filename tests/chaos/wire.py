@@ -14,6 +14,8 @@ import struct
 from collections import deque
 from dataclasses import dataclass
 
+from tests.support.tcp_server import TcpServer
+
 PIECE = 64 * 1024
 
 
@@ -35,38 +37,18 @@ class Weather:
     """Of the pieces from the server: how many are lost, and the connection reset instead."""
 
 
-class BadNetwork:
+class BadNetwork(TcpServer):
     """Listens on `port`, and passes everything to `target`. `async with`."""
 
     def __init__(self, target: int, weather: Weather, seed: int = 0) -> None:
+        super().__init__()
         self.weather = weather
-        self.port = 0
         self.connections = 0
         self.resets = 0
         self._target = target
         self._rng = random.Random(seed)
-        self._tasks: set[asyncio.Task[None]] = set()
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    async def __aenter__(self) -> BadNetwork:
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
-        self.port = self._server.sockets[0].getsockname()[1]
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
         writers = [writer]
         try:

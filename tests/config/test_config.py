@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import cast, get_args, get_origin
 
@@ -20,20 +20,10 @@ from lbproxy.config.sections.endpoints import EndpointSettings, EndpointTls
 from lbproxy.config.sections.routing import RoutingSettings
 from lbproxy.config.text import ConfigError
 from lbproxy.config.tree import Settings
+from tests.config.reading import MINIMAL, problems, read
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = (ROOT / "config.example.yaml").read_text()
-MINIMAL = "endpoints: [http://gpu-1:8000]\n"
-
-
-def read(text: str, environ: Mapping[str, str] | None = None) -> Settings:
-    return parse(text, environ=environ or {})
-
-
-def problems(text: str, environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    with pytest.raises(ConfigError) as error:
-        read(text, environ)
-    return error.value.problems
 
 
 def endpoint(yaml_text: str) -> EndpointSettings:

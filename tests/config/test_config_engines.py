@@ -18,21 +18,14 @@ from lbproxy.config.sections.engines import (
     MetricRatio,
     MetricSpec,
 )
-from lbproxy.config.text import ConfigError
 from lbproxy.core.engines.dialects import ENGINES
+from tests.config.reading import MINIMAL, problems
 
-MINIMAL = "endpoints: [http://gpu-1:8000]\n"
 SPEC = "a metric as name or name{label=value,...}"
 
 
 def engine(text: str) -> EngineSettings:
     return parse(f"{MINIMAL}engines: {{my: {{running: r, {text}}}}}", environ={}).engines["my"]
-
-
-def problems(text: str) -> tuple[str, ...]:
-    with pytest.raises(ConfigError) as error:
-        parse(text, environ={})
-    return error.value.problems
 
 
 # --- Specs ------------------------------------------------------------------------------------------------------------

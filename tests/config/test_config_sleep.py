@@ -6,19 +6,12 @@ from __future__ import annotations
 import pytest
 
 from lbproxy.config.parse import parse, without_secrets
-from lbproxy.config.text import ConfigError
 from lbproxy.control.discovery.specs import NO_CERTIFICATES, spec_of
+from tests.config.reading import only_problem
 
 
 def entry(keys: str, more: str = "") -> str:
     return f"endpoints:\n  - {{url: http://gpu-1:8000, {keys}}}\n{more}"
-
-
-def problem(text: str) -> str:
-    with pytest.raises(ConfigError) as error:
-        parse(text, environ={})
-    (one,) = error.value.problems
-    return one
 
 
 def test_an_endpoint_does_not_sleep_unless_it_is_said() -> None:
@@ -59,7 +52,7 @@ def test_all_keys_reach_the_balancer() -> None:
     ],
 )
 def test_what_contradicts_itself_is_refused(keys: str, said: str) -> None:
-    assert problem(entry(keys)).startswith(f"endpoints[0].{said}")
+    assert only_problem(entry(keys)).startswith(f"endpoints[0].{said}")
 
 
 @pytest.mark.parametrize(
@@ -72,10 +65,10 @@ def test_what_contradicts_itself_is_refused(keys: str, said: str) -> None:
     ],
 )
 def test_hosts_are_checked(hosts: str, said: str) -> None:
-    assert problem(entry("wake: true, host: box", f"hosts: {hosts}\n")).startswith(said)
+    assert only_problem(entry("wake: true, host: box", f"hosts: {hosts}\n")).startswith(said)
 
 
 def test_the_addresses_of_a_name_can_sleep_but_not_be_started() -> None:
     text = "endpoints: [{{url: 'dns+http://gpu:8000', {}}}]"
     assert parse(text.format("wake: true"), environ={}).endpoints[0].wake
-    assert "cold_start: expected null" in problem(text.format("models: [m], cold_start: 'http://h/'"))
+    assert "cold_start: expected null" in only_problem(text.format("models: [m], cold_start: 'http://h/'"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import get_args
 
@@ -19,20 +18,10 @@ from lbproxy.config.sections.engines import BUILT_IN_ENGINES
 from lbproxy.config.sections.routing import RoutingSettings
 from lbproxy.config.text import MAX_DEPTH, MAX_PROBLEMS_SHOWN, MAX_TEXT_CHARS, ConfigError
 from lbproxy.config.tree import Settings
+from tests.config.reading import MINIMAL, problems, read
 
 EXAMPLE = (Path(__file__).parents[2] / "config.example.yaml").read_text()
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "config"
-MINIMAL = "endpoints: [http://gpu-1:8000]\n"
-
-
-def read(text: str, environ: Mapping[str, str] | None = None) -> Settings:
-    return parse(text, environ=environ or {})
-
-
-def problems(text: str, environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    with pytest.raises(ConfigError) as error:
-        read(text, environ)
-    return error.value.problems
 
 
 # --- ${ENV} -----------------------------------------------------------------------------------------------------------

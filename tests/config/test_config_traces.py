@@ -8,22 +8,19 @@ import json
 
 import pytest
 
-from lbproxy.config.parse import parse, without_secrets
-from lbproxy.config.text import ConfigError
+from lbproxy.config.parse import without_secrets
 from lbproxy.config.tree import Settings
+from tests.config.reading import MINIMAL, only_problem, read
 
 SECRET = "Bearer sk-0123456789-abcdefghij"
 
 
-def read(traces: str, environ: dict[str, str] | None = None) -> Settings:
-    return parse(f"traces: {{{traces}}}\nendpoints: [http://gpu-1:8000]\n", environ=environ or {})
+def tracing(traces: str, environ: dict[str, str] | None = None) -> Settings:
+    return read(f"traces: {{{traces}}}\n{MINIMAL}", environ)
 
 
 def problem(traces: str) -> str:
-    with pytest.raises(ConfigError) as error:
-        read(traces)
-    (text,) = error.value.problems
-    return text
+    return only_problem(f"traces: {{{traces}}}\n{MINIMAL}")
 
 
 @pytest.mark.parametrize(
@@ -36,7 +33,7 @@ def problem(traces: str) -> str:
     ],
 )
 def test_a_collectors_url_gets_the_usual_path_if_it_has_none(url: str, read_as: str) -> None:
-    assert read(f"endpoint: '{url}'").traces.endpoint == read_as
+    assert tracing(f"endpoint: '{url}'").traces.endpoint == read_as
 
 
 @pytest.mark.parametrize(
@@ -81,8 +78,8 @@ def test_headers_that_cannot_be_sent_are_refused_and_not_repeated(headers: str, 
 
 
 def test_no_form_of_the_settings_shows_a_header() -> None:
-    settings = read("headers: {authorization: '${TOKEN}'}", {"TOKEN": SECRET})
+    settings = tracing("headers: {authorization: '${TOKEN}'}", {"TOKEN": SECRET})
     assert settings.traces.headers["authorization"].get_secret_value() == SECRET
     dumped = [repr(settings), str(settings), settings.model_dump_json(), json.dumps(without_secrets(settings))]
     assert not any("0123456789" in text for text in dumped)
-    assert copy.deepcopy(settings) == settings != read("headers: {authorization: other}")
+    assert copy.deepcopy(settings) == settings != tracing("headers: {authorization: other}")

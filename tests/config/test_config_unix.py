@@ -5,21 +5,21 @@ from __future__ import annotations
 
 import pytest
 
-from lbproxy.config.parse import parse
 from lbproxy.config.sections.clients import Address
-from lbproxy.config.text import ConfigError
 from lbproxy.config.tree import Settings
+from tests.config.reading import MINIMAL, only_problem, read
+
+
+def with_endpoints(text: str) -> str:
+    return text if "endpoints" in text else f"{text}\n{MINIMAL}"
 
 
 def settings(text: str) -> Settings:
-    return parse(f"{text}\nendpoints: [http://gpu-1:8000]\n" if "endpoints" not in text else text, environ={})
+    return read(with_endpoints(text))
 
 
 def problem(text: str) -> str:
-    with pytest.raises(ConfigError) as raised:
-        settings(text)
-    (only,) = raised.value.problems
-    return only
+    return only_problem(with_endpoints(text))
 
 
 @pytest.mark.parametrize(

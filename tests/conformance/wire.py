@@ -9,6 +9,8 @@ import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from tests.support.tcp_server import TcpServer
+
 PACES = ("whole", "bytes", "paused")
 """In one write; byte by byte; in parts, each taken in before the next comes."""
 BYTEWISE = 1500
@@ -178,38 +180,20 @@ class Seen:
 Reply = Callable[["Endpoint", asyncio.StreamWriter, Seen], Awaitable[None]]
 
 
-class Endpoint:
+class Endpoint(TcpServer):
     """Records every request, and answers OK, or as `script` does. `async with`."""
 
+    limit_bytes = 1 << 26
+
     def __init__(self) -> None:
+        super().__init__()
         self.seen: list[Seen] = []
         self.connections = 0
-        self.port = 0
         self.script: Reply | None = None
         self.greeting: tuple[bytes, bool] | None = None
         """Said to whoever connects, unasked; and whether the connection ends then."""
-        self._tasks: set[asyncio.Task[None]] = set()
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    async def __aenter__(self) -> Endpoint:
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0, limit=1 << 26)
-        self.port = self._server.sockets[0].getsockname()[1]
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
         try:
             if self.greeting is not None:

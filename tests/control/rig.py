@@ -7,9 +7,13 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from typing import Protocol, TypeVar
+
+import httpx
 
 from lbproxy.config.sections.endpoints import ScrapeSettings
 from lbproxy.config.sections.health import HealthSettings
+from lbproxy.control.admin.server import Admin
 from lbproxy.control.probing.prober import Prober
 from lbproxy.control.probing.scraper import Scraper, Scraping
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec
@@ -85,3 +89,34 @@ async def running(*loops: Callable[[], Coroutine[object, object, None]]) -> Asyn
         yield
         for task in tasks:
             task.cancel()
+
+
+@asynccontextmanager
+async def scraped(r: Rig) -> AsyncIterator[Scraper]:
+    """Every endpoint is up, and the first one is scraped until the block ends."""
+    r.bring_up()
+    scraper = r.scraper(r.endpoints[0])
+    async with running(scraper.run):
+        yield scraper
+
+
+class HasAdmin(Protocol):
+    admin: Admin
+
+
+S = TypeVar("S", bound=HasAdmin)
+
+
+@asynccontextmanager
+async def admin_site(make: Callable[[Rig], S]) -> AsyncIterator[tuple[S, httpx.AsyncClient]]:
+    """What `make` makes of a pool of two endpoints that are not there, and a client of its admin server, which runs."""
+    specs = [EndpointSpec(name=f"e{n}", base_url=f"http://10.0.0.{n}:8000") for n in (1, 2)]
+    async with rig(*specs) as pool:
+        made = make(pool)
+        port = await made.admin.start("127.0.0.1", 0)
+        assert port == made.admin.port > 0
+        try:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+                yield made, client
+        finally:
+            await made.admin.close()

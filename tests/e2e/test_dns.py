@@ -66,11 +66,12 @@ class Proxy:
 
 
 @asynccontextmanager
-async def proxy(folder: Path, nameserver: str, endpoint: str, dns: str = "") -> AsyncIterator[Proxy]:
+async def proxy(folder: Path, nameserver: str, endpoint: str, dns: str = "", more: str = "") -> AsyncIterator[Proxy]:
+    """`dns`: more of that section; `more`: other settings."""
     config = folder / "cfg.yaml"
     config.write_text(
-        f"listen: 127.0.0.1:0\nadmin: 127.0.0.1:0\nlog: {{access: false}}\nendpoints: [{endpoint}]\n"
-        f"dns: {{nameservers: ['{nameserver}']{dns}}}\n"
+        f"listen: 127.0.0.1:0\nadmin: 127.0.0.1:0\nlog: {{access: false}}\nendpoints: ['{endpoint}']\n"
+        f"dns: {{nameservers: ['{nameserver}']{dns}}}\n{more}"
     )
     with Process("--config", str(config)) as process:
         found = await asyncio.to_thread(process.wait_for, r"listens on (http://[\w.:]+), admin on (http://[\w.:]+)")

@@ -3,36 +3,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
-import httpx
-
-from tests.e2e.test_dns import Proxy, load, servers
+from tests.e2e.test_dns import load, proxy, servers
 from tests.support.aio import run, until
 from tests.support.dns import DnsServer, Says
-from tests.support.process import Process
 
 NAME = "_vllm._tcp.llm.test"
-FAST = "health: {interval: 50ms, down_interval: 50ms, timeout: 2s, fall: 2, slow_start: 1ms}\n"
-
-
-@asynccontextmanager
-async def proxy(folder: Path, nameserver: str, endpoint: str) -> AsyncIterator[Proxy]:
-    config = folder / "cfg.yaml"
-    config.write_text(
-        f"listen: 127.0.0.1:0\nadmin: 127.0.0.1:0\nlog: {{access: false}}\nendpoints: ['{endpoint}']\n"
-        f"dns: {{nameservers: ['{nameserver}'], interval: 50ms}}\ndrain: {{lame_duck: 0s}}\n{FAST}"
-    )
-    with Process("--config", str(config)) as process:
-        found = await asyncio.to_thread(process.wait_for, r"listens on (http://[\w.:]+), admin on (http://[\w.:]+)")
-        async with httpx.AsyncClient(timeout=60) as client:
-            yield Proxy(process, found[1], found[2], client)
-        assert process.stop() == 0
-        assert "Traceback" not in process.output
+QUICK = ", interval: 50ms"
+FAST = "drain: {lame_duck: 0s}\nhealth: {interval: 50ms, down_interval: 50ms, timeout: 2s, fall: 2, slow_start: 1ms}\n"
 
 
 def test_srv_records_change_under_load(tmp_path: Path) -> None:
@@ -49,7 +29,7 @@ def test_srv_records_change_under_load(tmp_path: Path) -> None:
             }
             async with (
                 DnsServer(zone) as dns,
-                proxy(tmp_path, dns.address, f"srv+http://{NAME}") as lb,
+                proxy(tmp_path, dns.address, f"srv+http://{NAME}", QUICK, FAST) as lb,
             ):
                 await lb.until_up(one)
                 async with load(lb.url) as it:
@@ -106,7 +86,7 @@ def test_a_file_changes_under_load(tmp_path: Path) -> None:
             write(f"- {{url: 'http://{one}', name: one}}\n")
             async with (
                 DnsServer({"gpu.test": Says(a=["127.0.0.2"])}) as dns,
-                proxy(tmp_path, dns.address, "file:gpus.yaml") as lb,
+                proxy(tmp_path, dns.address, "file:gpus.yaml", QUICK, FAST) as lb,
             ):
                 await lb.until_up("one")
                 async with load(lb.url) as it:

@@ -11,11 +11,12 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from typing import Self
 
 import httpx
 import openai
@@ -129,7 +130,25 @@ def burst(url: str, size: int, max_tokens: int, *, stream: bool) -> list[Result]
     return Batch(url, size, max_tokens, stream=stream).begin().results()
 
 
-class Load:
+class _Threads:
+    """Run for as long as the `with` block takes. They look at `_stop`; what they do at that moment is finished."""
+
+    def __init__(self, *works: Callable[[], None]) -> None:
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=work) for work in works]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+
+class Load(_Threads):
     """Steady requests from some workers, each sending its next one soon after the last ended; half of them streamed.
 
     Ends with the `with` block: what runs is finished and counted. `pause_s`: what a worker waits between two requests.
@@ -140,18 +159,10 @@ class Load:
         self._client = Client(url, padding=padding)
         self._max_tokens = max_tokens
         self._pause_s = pause_s
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._work, args=(number,)) for number in range(workers)]
-
-    def __enter__(self) -> Load:
-        for thread in self._threads:
-            thread.start()
-        return self
+        super().__init__(*(partial(self._work, number) for number in range(workers)))
 
     def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
+        super().__exit__()
         self._client.close()
 
     def _work(self, number: int) -> None:
@@ -177,7 +188,7 @@ class Reading:
     running: float
 
 
-class Watch:
+class Watch(_Threads):
     """Reads the gauges of some servers, again and again, each in a thread of its own, for as long as the `with` block
     takes.
     """
@@ -185,18 +196,7 @@ class Watch:
     def __init__(self, watched: Sequence[LlmServer], pause_s: float = 0.05) -> None:
         self.readings: dict[str, list[Reading]] = {server.name: [] for server in watched}
         self._pause_s = pause_s
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._read, args=(server,)) for server in watched]
-
-    def __enter__(self) -> Watch:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
+        super().__init__(*(partial(self._read, server) for server in watched))
 
     def _read(self, server: LlmServer) -> None:
         while not self._stop.wait(self._pause_s):

@@ -318,6 +318,17 @@ def lbproxy(
 
 
 @contextmanager
+def killed_at_the_end(*daemons: Daemon) -> Iterator[list[Daemon]]:
+    """A list of daemons, to which others may be added: all of them are killed when the block ends."""
+    each = [*daemons]
+    try:
+        yield each
+    finally:
+        for daemon in each:
+            daemon.kill()
+
+
+@contextmanager
 def running(environment: Environment) -> Iterator[Fleet]:
     """The whole fleet, ready; every process is killed at the end."""
     shutil.rmtree(LOGS, ignore_errors=True)
@@ -327,8 +338,7 @@ def running(environment: Environment) -> Iterator[Fleet]:
         vllm(environment, "vllm-2", "abc", 1),
     ]
     other = transformers(environment)
-    daemons: list[Daemon] = [*servers, other]
-    try:
+    with killed_at_the_end(*servers, other) as daemons:
         for daemon in daemons:
             daemon.start()
         for daemon in daemons:
@@ -338,9 +348,6 @@ def running(environment: Environment) -> Iterator[Fleet]:
         proxy, admin = lbproxy([*servers, other])
         daemons.append(proxy)
         yield Fleet(servers, other, proxy, admin)
-    finally:
-        for daemon in daemons:
-            daemon.kill()
 
 
 @dataclass(frozen=True)
@@ -361,8 +368,7 @@ def small_ones(environment: Environment) -> Iterator[Small]:
     options = ["--max-num-seqs", str(SLOTS), *TOOLS, *STRICT, *endings(environment)]
     store = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
     both = [vllm(environment, f"small-{core + 1}", "", core, *options, env=store) for core in (0, 1)]
-    daemons: list[Daemon] = [*both]
-    try:
+    with killed_at_the_end(*both) as daemons:
         for server in both:
             server.start()
         for server in both:
@@ -372,9 +378,6 @@ def small_ones(environment: Environment) -> Iterator[Small]:
         daemons.append(proxy)
         proxy.wait_for(lambda: status(f"{proxy.url}/v1/models") == 200, "/v1/models is 200")
         yield Small(both, proxy)
-    finally:
-        for daemon in daemons:
-            daemon.kill()
 
 
 @dataclass(frozen=True)
@@ -406,8 +409,7 @@ def ranked(environment: Environment, api_servers: int) -> Iterator[Ranked]:
     server = vllm(
         environment, f"vllm-ranks-{api_servers}", "", 2, *options, env=alone
     )  # no core of its own: too many processes
-    daemons: list[Daemon] = [server]
-    try:
+    with killed_at_the_end(server) as daemons:
         server.start()
         server.wait_until_ready()
         proxy, admin = lbproxy([server], f"lbproxy-ranks-{api_servers}")
@@ -415,9 +417,6 @@ def ranked(environment: Environment, api_servers: int) -> Iterator[Ranked]:
         found = Ranked(server, proxy, admin)
         proxy.wait_for(lambda: list(found.endpoints()) == found.names, "an endpoint for each rank")
         yield found
-    finally:
-        for daemon in daemons:
-            daemon.kill()
 
 
 @dataclass(frozen=True)
@@ -484,8 +483,7 @@ def apart(environment: Environment, connector: str, *, warm: bool = True) -> Ite
     for core, role in enumerate(("prefill", "decode")):
         options, env = connector_options(connector, role)
         both.append(vllm(environment, f"{role}-{connector}", "", core, *options, env=env))
-    daemons: list[Daemon] = [*both]
-    try:
+    with killed_at_the_end(*both) as daemons:
         for server in both:
             server.start()
         for server in both:
@@ -499,6 +497,3 @@ def apart(environment: Environment, connector: str, *, warm: bool = True) -> Ite
         found = Apart(connector, both[0], both[1], proxy, admin)
         found.bring_up()
         yield found
-    finally:
-        for daemon in daemons:
-            daemon.kill()

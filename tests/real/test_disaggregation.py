@@ -282,12 +282,18 @@ def test_clients_that_leave_at_any_moment(pair: Apart, found: Found) -> None:
 PADDING = ": " + text(100, 15)
 
 
-def test_a_prefill_server_that_is_killed_fails_no_request(pair: Apart, found: Found) -> None:
+def killed_under_load(pair: Apart, server: LlmServer) -> tuple[Load, float]:
+    """Requests of six workers, from before the server is killed to 60 requests later; and when it was killed."""
     with Load(pair.url, workers=6, max_tokens=TOKENS, padding=PADDING) as load:
         wait_until(lambda: len(load.results) >= 20, "it is under load")
         killed = time.monotonic()
-        pair.prefill.kill()
+        server.kill()
         wait_until(lambda: len(load.since(killed)) >= 60, "60 requests later")
+    return load, killed
+
+
+def test_a_prefill_server_that_is_killed_fails_no_request(pair: Apart, found: Found) -> None:
+    load, _ = killed_under_load(pair, pair.prefill)
     slowest_s = max(one.seconds for one in load.results)
     found(f"{pair.connector}: prefill killed under load: {told(load.results)}; the slowest took {slowest_s:.1f} s")
     assert failures(load.results) == []
@@ -326,11 +332,7 @@ def said(api: Api, prompt: str, number: int) -> Fields:
 
 def test_a_decode_server_that_is_killed_fails_no_later_request(pair: Apart, found: Found) -> None:
     """Of those under way, streams that have begun break; no other."""
-    with Load(pair.url, workers=6, max_tokens=TOKENS, padding=PADDING) as load:
-        wait_until(lambda: len(load.results) >= 20, "it is under load")
-        killed = time.monotonic()
-        pair.decode.kill()
-        wait_until(lambda: len(load.since(killed)) >= 60, "60 requests later")
+    load, killed = killed_under_load(pair, pair.decode)
     broken = failures([one for one in load.results if one.began < killed])
     found(
         f"{pair.connector}: decode killed under load: {told(load.since(killed))}; of those under way {len(broken)} "

@@ -15,7 +15,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from hashlib import sha256
 from pathlib import Path
 
@@ -124,47 +125,55 @@ async def names() -> dict[str, object]:
     return {"names": 20_000, "page_bytes": max(pages), "median_ms": 1e3 * middle(taken), "worst_ms": 1e3 * max(taken)}
 
 
-async def handshakes() -> dict[str, object]:
-    """500 that stall, a third of them in the middle, while requests pass; then what an idle TLS connection holds."""
+@asynccontextmanager
+async def encrypted() -> AsyncIterator[tuple[Process, str, Authority, Path]]:
+    """lbproxy with TLS before a simulated server that is up; its URL; whose certificate it has, and in which folder."""
     authority = Authority()
-    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-    with tempfile.TemporaryDirectory() as folder, mock("--speed", "20") as (_, server):
-        cert, key = authority.write(Path(folder))
-        config = Path(folder) / "cfg.yaml"
+    with tempfile.TemporaryDirectory() as name, mock("--speed", "20") as (_, server):
+        folder = Path(name)
+        cert, key = authority.write(folder)
+        config = folder / "cfg.yaml"
         tls = f"{{host: 127.0.0.1, port: 0, tls: {{cert: {cert}, key: {key}}}}}"
         config.write_text(f"listen: {tls}\nadmin: null\nlog: {{access: false}}\nendpoints: [{server}]\n")
         with Process("--config", str(config)) as process:
             url = process.wait_for(r"listens on (https://\S+),")[1]
-            port = int(url.rpartition(":")[2])
             await until(lambda: '"to":"up"' in process.read(), "it is up")
+            yield process, url, authority, folder
 
-            def rss() -> int:
-                lines = Path(f"/proc/{process.process.pid}/status").read_text()
-                return int(lines.partition("VmRSS:")[2].split()[0]) << 10
 
-            async with load(url, tls=authority.client()) as clients:
-                await until(lambda: clients.done > 100, "the load runs")
-                before, began, done = rss(), time.monotonic(), clients.done
-                stalled = [RawClient(*await asyncio.open_connection("127.0.0.1", port)) for _ in range(500)]
-                for client in stalled[::3]:
-                    client.send(b"\x16\x03\x01\x02\x00\x01\x00")
-                held = rss() - before
-                ended = []
+async def handshakes() -> dict[str, object]:
+    """500 that stall, a third of them in the middle, while requests pass; then what an idle TLS connection holds."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    async with encrypted() as (process, url, authority, _):
+        port = int(url.rpartition(":")[2])
 
-                async def end(client: RawClient) -> None:
-                    with contextlib.suppress(ConnectionError):
-                        await client.reader.read()
-                    ended.append(time.monotonic() - began)
+        def rss() -> int:
+            lines = Path(f"/proc/{process.process.pid}/status").read_text()
+            return int(lines.partition("VmRSS:")[2].split()[0]) << 10
 
-                await asyncio.gather(*map(end, stalled))
-                done = clients.done - done
-            before = rss()
-            context = authority.client()
-            idle = [await asyncio.open_connection("127.0.0.1", port, ssl=context) for _ in range(500)]
-            await asyncio.sleep(1.0)
-            each = (rss() - before) / len(idle)
-            for _, writer in idle:
-                writer.transport.abort()
+        async with load(url, tls=authority.client()) as clients:
+            await until(lambda: clients.done > 100, "the load runs")
+            before, began, done = rss(), time.monotonic(), clients.done
+            stalled = [RawClient(*await asyncio.open_connection("127.0.0.1", port)) for _ in range(500)]
+            for client in stalled[::3]:
+                client.send(b"\x16\x03\x01\x02\x00\x01\x00")
+            held = rss() - before
+            ended = []
+
+            async def end(client: RawClient) -> None:
+                with contextlib.suppress(ConnectionError):
+                    await client.reader.read()
+                ended.append(time.monotonic() - began)
+
+            await asyncio.gather(*map(end, stalled))
+            done = clients.done - done
+        before = rss()
+        context = authority.client()
+        idle = [await asyncio.open_connection("127.0.0.1", port, ssl=context) for _ in range(500)]
+        await asyncio.sleep(1.0)
+        each = (rss() - before) / len(idle)
+        for _, writer in idle:
+            writer.transport.abort()
     return {
         "stalled": len(stalled),
         "closed_after_s": [round(min(ended), 2), round(max(ended), 2)],
@@ -177,20 +186,12 @@ async def handshakes() -> dict[str, object]:
 
 async def certificates() -> dict[str, object]:
     """20 new certificates under load."""
-    authority = Authority()
-    with tempfile.TemporaryDirectory() as folder, mock("--speed", "20") as (_, server):
-        cert, key = authority.write(Path(folder))
-        config = Path(folder) / "cfg.yaml"
-        tls = f"{{host: 127.0.0.1, port: 0, tls: {{cert: {cert}, key: {key}}}}}"
-        config.write_text(f"listen: {tls}\nadmin: null\nlog: {{access: false}}\nendpoints: [{server}]\n")
-        with Process("--config", str(config)) as process:
-            url = process.wait_for(r"listens on (https://\S+),")[1]
-            await until(lambda: '"to":"up"' in process.read(), "it is up")
-            async with load(url, tls=authority.client()) as clients:
-                for n in range(20):
-                    authority.write(Path(folder))
-                    await until(lambda: len(process.lines("reload")) > n, "it is read")  # noqa: B023
-            refused = sum(line["level"] != "info" for line in process.lines("reload"))
+    async with encrypted() as (process, url, authority, folder):
+        async with load(url, tls=authority.client()) as clients:
+            for n in range(20):
+                authority.write(folder)
+                await until(lambda: len(process.lines("reload")) > n, "it is read")  # noqa: B023
+        refused = sum(line["level"] != "info" for line in process.lines("reload"))
     return {"reloads": 20, "refused": refused, "requests": clients.done, "failed": len(clients.failed)}
 
 

@@ -8,45 +8,28 @@ import base64
 import contextlib
 
 from tests.support.endpoint import Message
+from tests.support.tcp_server import TcpServer
 
 
-class ConnectProxy:
+class ConnectProxy(TcpServer):
     """Listens on a free port of 127.0.0.1. `async with` it.
 
     `user`: `name:password` that it asks for. `script`: instead of connecting, it writes this and then says no more.
     """
 
     def __init__(self, *, user: str | None = None, script: bytes | None = None) -> None:
+        super().__init__()
         self.script = script
         self.asked: list[Message] = []
         """The heads of the CONNECT requests."""
-        self.port = 0
         self._wanted = None if user is None else f"Basic {base64.b64encode(user.encode()).decode()}"
-        self._server: asyncio.Server | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def __aenter__(self) -> ConnectProxy:
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", self.port)
-        self.port = self._server.sockets[0].getsockname()[1]
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        assert self._server is not None
-        self._server.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        with contextlib.suppress(asyncio.CancelledError, ConnectionError, asyncio.IncompleteReadError):
-            await self._serve(reader, writer)
-        writer.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.CancelledError, ConnectionError, asyncio.IncompleteReadError):
+            await self._reply(reader, writer)
+        writer.transport.abort()
+
+    async def _reply(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         request = Message(await reader.readuntil(b"\r\n\r\n"), b"")
         self.asked.append(request)
         method, target, _ = request.head.decode().split("\r\n")[0].split(" ")

@@ -20,6 +20,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from tests.support.tcp_server import TcpServer
+
 
 @dataclass
 class Message:
@@ -128,17 +130,36 @@ async def hang(wire: Wire, _: Received) -> None:
     await wire.watch()
 
 
+async def first_event_or_nothing(wire: Wire, request: Received) -> None:
+    """Begin what was asked for as a stream with one event, and send no more; never answer anything else."""
+    if b"true" in request.body:
+        await wire.send(STREAM_HEAD + event("1"))
+    await wire.watch()
+
+
+def echo_after(release: asyncio.Event) -> Script:
+    """Send every body back, once it may."""
+
+    async def script(wire: Wire, request: Received) -> None:
+        await release.wait()
+        await wire.send(answer(request.body))
+
+    return script
+
+
 async def reset(wire: Wire, _: Received) -> None:
     """Reset the connection instead of answering."""
     wire.reset()
 
 
-class ScriptedEndpoint:
+class ScriptedEndpoint(TcpServer):
     """Listens on a free port of 127.0.0.1 (or `host`), and entered again on the same one; or on a Unix socket
     at `path`.
 
     `scripts`: one for every path, or by path (which a test may change at any time), and 404 elsewhere.
     """
+
+    limit_bytes = 1 << 26
 
     def __init__(
         self,
@@ -149,15 +170,13 @@ class ScriptedEndpoint:
         port: int = 0,
         path: str | None = None,
     ) -> None:
+        super().__init__(port)
         self.scripts, self._otherwise = (scripts, NOT_FOUND) if isinstance(scripts, dict) else ({}, scripts)
         self.requests: list[Received] = []
         self.wires: list[Wire] = []
         self.host = host
-        self.port = port
         self.socket_path = path
         self._tls = tls
-        self._server: asyncio.Server | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def url(self) -> str:
@@ -169,34 +188,23 @@ class ScriptedEndpoint:
         """How often `path` was asked for."""
         return sum(one.path == path for one in self.requests)
 
-    async def __aenter__(self) -> ScriptedEndpoint:
-        if self.socket_path is not None:
-            self._server = await asyncio.start_unix_server(self._connected, self.socket_path, limit=1 << 26)
-            return self
-        self._server = await asyncio.start_server(
-            self._connected, self.host, self.port, limit=1 << 26, backlog=1024, ssl=self._tls
-        )
-        self.port = self._server.sockets[0].getsockname()[1]
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.stop()
-
     async def stop(self) -> None:
         """Refuse connections, reset those that are open."""
-        if self._server is not None:
-            self._server.close()
+        self._refuse()
         for wire in self.wires:
             wire.writer.transport.abort()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await super().stop()
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    async def _listen(self) -> asyncio.Server:
+        if self.socket_path is not None:
+            return await asyncio.start_unix_server(self._connected, self.socket_path, limit=self.limit_bytes)
+        server = await asyncio.start_server(
+            self._connected, self.host, self.port, limit=self.limit_bytes, backlog=1024, ssl=self._tls
+        )
+        self.port = server.sockets[0].getsockname()[1]
+        return server
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         wire = Wire(reader, writer)
         self.wires.append(wire)
         try:

@@ -12,13 +12,13 @@ import hmac
 import re
 from dataclasses import dataclass, field
 
-from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, field_validator, model_validator
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic import field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from lbproxy.config.section import Section, ShortSection
 from lbproxy.config.sections.clients import Address
 from lbproxy.config.text import ConfigError
-from lbproxy.config.values import expected
+from lbproxy.config.values import ReadFromText, expected
 
 MIN_SECRET_CHARS = 16
 """A digest without salt is as good as a salted one where nobody can guess: 16 random letters and digits are 95 bits."""
@@ -29,7 +29,7 @@ WANTED_SECRET = f"{MIN_SECRET_CHARS} to {MAX_SECRET_CHARS} visible ASCII charact
 
 
 @dataclass(frozen=True, slots=True)
-class Secret:
+class Secret(ReadFromText):
     """A key or a token, known by its SHA-256 digest alone."""
 
     digest: bytes = field(repr=False)
@@ -53,14 +53,6 @@ class Secret:
 
     def __str__(self) -> str:
         return "***"
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(cls.read, serialization=core_schema.to_string_ser_schema())
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, object]:
-        return {"type": "string"}
 
 
 def digest_of(text: bytes) -> bytes:

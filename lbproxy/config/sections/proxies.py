@@ -9,10 +9,7 @@ from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import Literal, TypeAlias
 from urllib.parse import unquote_to_bytes
 
-from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
-from pydantic_core import CoreSchema, core_schema
-
-from lbproxy.config.values import expected, read_host
+from lbproxy.config.values import ReadFromText, expected, read_host
 
 ForwardedMode: TypeAlias = Literal["append", "replace", "off"]
 Network: TypeAlias = IPv4Network | IPv6Network
@@ -31,7 +28,7 @@ _ENCODED = re.compile("(?:[^%]|%[0-9A-Fa-f]{2})*")
 
 
 @dataclass(frozen=True, slots=True)
-class ProxyUrl:
+class ProxyUrl(ReadFromText):
     """Where a forward proxy is, and what it is shown."""
 
     host: str
@@ -54,14 +51,6 @@ class ProxyUrl:
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{'' if self.userinfo is None else '***@'}{host}:{self.port}"
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(cls.read, serialization=core_schema.to_string_ser_schema())
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, object]:
-        return {"type": "string"}
 
 
 def _userinfo(written: str | None) -> str | None:

@@ -9,6 +9,7 @@ for a prompt, whatever else it does.
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Protocol
 
 from lbproxy.sim.engine.engine import JITTER_SIGMA, Engine
@@ -92,8 +93,8 @@ def make_server(  # noqa: PLR0913 - all that servers differ in
     """`times`: it takes so long for everything; else it is one engine, or so many `ranks`. The rest as `Engine`."""
     if times is not None:
         return FixedEngine(preset, times, max_model_len=max_model_len, speed=speed, rng=rng, name_tokens=name_tokens)
+    engine = partial(Engine, preset, max_model_len=max_model_len, speed=speed, jitter=jitter, name_tokens=name_tokens)
     if ranks == 1:
-        return Engine(preset, max_model_len=max_model_len, speed=speed, rng=rng, jitter=jitter, name_tokens=name_tokens)
-    return RankedEngine(
-        preset, ranks, max_model_len=max_model_len, speed=speed, rng=rng, jitter=jitter, name_tokens=name_tokens
-    )
+        return engine(rng=rng)
+    own = [None if rng is None else random.Random(rng.getrandbits(64)) for _ in range(ranks)]
+    return RankedEngine([engine(rng=one) for one in own])

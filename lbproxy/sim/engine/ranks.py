@@ -9,42 +9,22 @@ all ranks together: counts are sums, the use of the KV cache is the mean.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from statistics import fmean
 
-from lbproxy.sim.engine.engine import JITTER_SIGMA, Engine
-from lbproxy.sim.engine.presets import Preset
+from lbproxy.sim.engine.engine import Engine
 from lbproxy.sim.engine.sequence import Gauges, Hold, SimRequest, StepDone
 
 
 class RankedEngine:
     """One server of several ranks, each an engine with the whole of the preset. Not to be shared by drivers."""
 
-    def __init__(  # noqa: PLR0913 - as an engine, and how many
-        self,
-        preset: Preset,
-        ranks: int,
-        *,
-        max_model_len: int | None = None,
-        speed: float = 1.0,
-        rng: random.Random | None = None,
-        jitter: float = JITTER_SIGMA,
-        name_tokens: bool = True,
-    ) -> None:
-        """As `Engine`. `rng` gives each rank its own, so that none depends on when another is asked."""
-        assert ranks >= 1
-        self.ranks = [
-            Engine(
-                preset,
-                max_model_len=max_model_len,
-                speed=speed,
-                rng=None if rng is None else random.Random(rng.getrandbits(64)),
-                jitter=jitter,
-                name_tokens=name_tokens,
-            )
-            for _ in range(ranks)
-        ]
+    def __init__(self, ranks: Sequence[Engine]) -> None:
+        """`ranks`: alike, and at least one. Each has an `rng` of its own, so that none depends on when another is
+        asked.
+        """
+        assert ranks
+        self.ranks = ranks
         self.max_model_len = self.ranks[0].max_model_len
 
     @property

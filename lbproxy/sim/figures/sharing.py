@@ -14,6 +14,7 @@ from statistics import fmean
 
 from lbproxy.core.queue.flows import OUTPUT_COST
 from lbproxy.core.requests.outcome import Outcome
+from lbproxy.sim.figures.report import COLUMNS as OF_SUMMARIES
 from lbproxy.sim.figures.report import Estimate, Summary, estimate, summarise
 from lbproxy.sim.fleet.fleet import Served
 
@@ -74,10 +75,7 @@ def _cost(one: Served) -> float:
 # Over seeds
 
 COLUMNS: Mapping[str, tuple[str, float, str]] = {
-    "ttft_mean": ("TTFT s", 1, ".3g"),
-    "ttft_p50": ("p50", 1, ".3g"),
-    "ttft_p99": ("p99", 1, ".3g"),
-    "goodput": ("goodput", 1, ".2f"),
+    **{name: OF_SUMMARIES[name] for name in ("ttft_mean", "ttft_p50", "ttft_p99", "goodput")},
     "requests": ("requests", 1, ".0f"),
     "refused": ("refused", 1, ".3g"),
     "refused_after": ("after s", 1, ".2g"),

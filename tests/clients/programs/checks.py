@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Call = TypeVar("Call")
 
@@ -30,6 +30,8 @@ SCHEMA = {
     "additionalProperties": False,
 }
 """The arguments of the tool. One city, so that a model with random weights names it, too."""
+TOOL = {"name": "weather", "description": DESCRIPTION, "strict": True, "parameters": SCHEMA}
+"""As OpenAI's APIs have it."""
 
 
 def check_that(condition: object, found: object) -> None:
@@ -41,6 +43,19 @@ def first(calls: Sequence[Call] | None) -> Call:
     """A model with random weights may call the tool again and again, until it has no tokens left."""
     assert calls, "no call"
     return calls[0]
+
+
+def chat_tools(say: Callable[..., Any]) -> None:
+    """A tool is called, and its result becomes a text. `say` is a chat: of QUESTION, unless it is given messages."""
+    tools = [{"type": "function", "function": TOOL}]
+    message = say(tools=tools, tool_choice="required").choices[0].message
+    call = first(message.tool_calls)
+    check_that(json.loads(call.function.arguments) == {"city": "Paris"}, call)
+    turn = {"role": "assistant", "tool_calls": [call.model_dump(exclude_none=True)]}
+    result = {"role": "tool", "tool_call_id": call.id, "content": RESULT}
+    asked = {"role": "user", "content": QUESTION}
+    second = say(messages=[asked, turn, result], tools=tools, tool_choice="none")
+    check_that(second.choices[0].message.content, second)
 
 
 def expect(kind: type[BaseException], call: Callable[[], object], status: int | None = 404) -> None:

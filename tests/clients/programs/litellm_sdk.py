@@ -9,13 +9,12 @@ import os
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "true"  # it asks the network otherwise, when it is imported
 
 import litellm
-from checks import DESCRIPTION, MAX_TOKENS, QUESTION, RESULT, SCHEMA, UNKNOWN, arguments, check_that, expect, first, run
+from checks import MAX_TOKENS, QUESTION, RESULT, TOOL, UNKNOWN, arguments, chat_tools, check_that, expect, first, run
 
 URL, MODEL = arguments()
 litellm.suppress_debug_info = True
 SAME = {"api_base": f"{URL}/v1", "api_key": "none", "num_retries": 0, "timeout": 60, "temperature": 0}
 ASKED = {"role": "user", "content": QUESTION}
-TOOL = {"name": "weather", "description": DESCRIPTION, "strict": True, "parameters": SCHEMA}
 
 
 def say(**more):
@@ -37,17 +36,6 @@ def chat_stream():
     chunks = list(say(stream=True))
     text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
     check_that(text and text == say().choices[0].message.content, text)
-
-
-def chat_tools():
-    tools = [{"type": "function", "function": TOOL}]
-    message = say(tools=tools, tool_choice="required").choices[0].message
-    call = first(message.tool_calls)
-    check_that(json.loads(call.function.arguments) == {"city": "Paris"}, call)
-    turn = {"role": "assistant", "tool_calls": [call.model_dump(exclude_none=True)]}
-    result = {"role": "tool", "tool_call_id": call.id, "content": RESULT}
-    second = say(messages=[ASKED, turn, result], tools=tools, tool_choice="none")
-    check_that(second.choices[0].message.content, second)
 
 
 def responses():
@@ -77,7 +65,7 @@ run(
     {
         "chat": chat,
         "chat, streamed": chat_stream,
-        "chat, tools": chat_tools,
+        "chat, tools": lambda: chat_tools(say),
         "chat, error": lambda: expect(litellm.NotFoundError, lambda: say(model=f"openai/{UNKNOWN}")),
         "responses": responses,
         "responses, streamed": responses_stream,

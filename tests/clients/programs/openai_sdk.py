@@ -6,12 +6,11 @@ from __future__ import annotations
 import json
 
 import openai
-from checks import DESCRIPTION, MAX_TOKENS, QUESTION, RESULT, SCHEMA, UNKNOWN, arguments, check_that, expect, first, run
+from checks import MAX_TOKENS, QUESTION, RESULT, TOOL, UNKNOWN, arguments, chat_tools, check_that, expect, first, run
 
 URL, MODEL = arguments()
 CLIENT = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0, timeout=60)
 SAME = {"model": MODEL, "temperature": 0}
-TOOL = {"name": "weather", "description": DESCRIPTION, "strict": True, "parameters": SCHEMA}
 
 
 def ask(**more):
@@ -58,18 +57,6 @@ def chat_stream():
     check_that(chunks[-1].usage.completion_tokens > 0, chunks[-1])
 
 
-def chat_tools():
-    tools = [{"type": "function", "function": TOOL}]
-    message = say(tools=tools, tool_choice="required").choices[0].message
-    call = first(message.tool_calls)
-    check_that(json.loads(call.function.arguments) == {"city": "Paris"}, call)
-    turn = {"role": "assistant", "tool_calls": [call.model_dump(exclude_none=True)]}
-    result = {"role": "tool", "tool_call_id": call.id, "content": RESULT}
-    asked = {"role": "user", "content": QUESTION}
-    second = say(messages=[asked, turn, result], tools=tools, tool_choice="none")
-    check_that(second.choices[0].message.content, second)
-
-
 run(
     "openai",
     {
@@ -79,7 +66,7 @@ run(
         "responses, error": lambda: expect(openai.NotFoundError, lambda: ask(model=UNKNOWN)),
         "chat": chat,
         "chat, streamed": chat_stream,
-        "chat, tools": chat_tools,
+        "chat, tools": lambda: chat_tools(say),
         "chat, error": lambda: expect(openai.NotFoundError, lambda: say(model=UNKNOWN)),
     },
 )

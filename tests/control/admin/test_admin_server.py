@@ -6,16 +6,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 
 import httpx
 import pytest
 
 from lbproxy.control.admin.server import Admin
-from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.core.requests.request import InferenceRequest
-from tests.control.rig import Rig, rig
+from tests.control.rig import Rig, admin_site, rig
 from tests.support.aio import run
 from tests.support.pool import submit
 
@@ -42,18 +40,8 @@ class Site:
         self.admin = Admin(pool.runtime, self.front, self.pages)
 
 
-@asynccontextmanager
-async def site() -> AsyncIterator[tuple[Site, httpx.AsyncClient]]:
-    specs = [EndpointSpec(name=f"e{n}", base_url=f"http://10.0.0.{n}:8000") for n in (1, 2)]
-    async with rig(*specs) as pool:
-        made = Site(pool)
-        port = await made.admin.start("127.0.0.1", 0)
-        assert port == made.admin.port > 0
-        try:
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
-                yield made, client
-        finally:
-            await made.admin.close()
+def site() -> AbstractAsyncContextManager[tuple[Site, httpx.AsyncClient]]:
+    return admin_site(Site)
 
 
 def test_it_lives() -> None:

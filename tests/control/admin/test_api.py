@@ -6,8 +6,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from typing import get_args
 
 import httpx
@@ -37,7 +37,7 @@ from lbproxy.core.queue.ticket import TicketState, Wait
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.runtime import Runtime
-from tests.control.rig import Rig, rig
+from tests.control.rig import Rig, admin_site, rig
 from tests.support.aio import run, until
 from tests.support.pool import submit
 
@@ -116,17 +116,8 @@ class Site:
         self.admin = Admin(pool.runtime, self.front, FakePages(), None, self.api)
 
 
-@asynccontextmanager
-async def site() -> AsyncIterator[tuple[Site, httpx.AsyncClient]]:
-    specs = [EndpointSpec(name=f"e{n}", base_url=f"http://10.0.0.{n}:8000") for n in (1, 2)]
-    async with rig(*specs) as pool:
-        made = Site(pool)
-        port = await made.admin.start("127.0.0.1", 0)
-        try:
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
-                yield made, client
-        finally:
-            await made.admin.close()
+def site() -> AbstractAsyncContextManager[tuple[Site, httpx.AsyncClient]]:
+    return admin_site(Site)
 
 
 def code(answer: httpx.Response) -> tuple[int, str]:

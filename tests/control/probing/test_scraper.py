@@ -21,7 +21,7 @@ from lbproxy.core.engines.dialects import SIGNALS, Engines
 from lbproxy.core.engines.load_metrics import LoadMetrics, LoraMetrics
 from lbproxy.core.engines.orca import LoadReport
 from lbproxy.core.requests.outcome import Outcome
-from tests.control.rig import FAST_SCRAPE, Rig, page, rig, running, spec
+from tests.control.rig import FAST_SCRAPE, Rig, page, rig, running, scraped, spec
 from tests.support.aio import run, until
 from tests.support.compiled import interpreted
 from tests.support.endpoint import NOT_FOUND, Received, Script, ScriptedEndpoint, Wire, answer, hang, reset
@@ -37,11 +37,8 @@ SCRAPES_OF_A_NEIGHBOUR = 20
 
 def test_a_real_page_becomes_load() -> None:
     async def main() -> None:
-        async with ScriptedEndpoint({"/metrics": GOOD}) as server, rig(spec(server)) as r:
-            r.bring_up()
-            scraper = r.scraper(r.endpoints[0])
-            async with running(scraper.run):
-                await until(lambda: r.seen().metrics)
+        async with ScriptedEndpoint({"/metrics": GOOD}) as server, rig(spec(server)) as r, scraped(r) as scraper:
+            await until(lambda: r.seen().metrics)
             seen = r.seen()
             assert seen.metrics is not None
             assert (seen.metrics.waiting, seen.metrics.running) == (0.0, 2.0)
@@ -145,21 +142,19 @@ def test_what_is_no_page_is_counted_and_the_old_gauges_age(
         async with (
             ScriptedEndpoint({"/metrics": GOOD, "/elsewhere": GOOD}) as server,
             rig(spec(server), scrape=IMPATIENT) as r,
+            scraped(r) as scraper,
         ):
-            r.bring_up()
-            scraper = r.scraper(r.endpoints[0])
-            async with running(scraper.run):
-                await until(lambda: r.seen().metrics)
-                server.scripts["/metrics"] = script
-                await until(lambda: scraper.status.results.get(result, 0) >= 2)
-                metrics = r.seen().metrics
-                assert metrics is not None, "what was known is kept"
-                await until(lambda: scraper.status.results[result] >= 4)
-                again = r.seen().metrics
-                assert again is metrics, "and it was not renewed"
-                assert server.asked("/elsewhere") == 0
-                server.scripts["/metrics"] = GOOD
-                await until(lambda: r.seen().metrics is not metrics)
+            await until(lambda: r.seen().metrics)
+            server.scripts["/metrics"] = script
+            await until(lambda: scraper.status.results.get(result, 0) >= 2)
+            metrics = r.seen().metrics
+            assert metrics is not None, "what was known is kept"
+            await until(lambda: scraper.status.results[result] >= 4)
+            again = r.seen().metrics
+            assert again is metrics, "and it was not renewed"
+            assert server.asked("/elsewhere") == 0
+            server.scripts["/metrics"] = GOOD
+            await until(lambda: r.seen().metrics is not metrics)
 
     run(main())
 
@@ -251,19 +246,16 @@ def test_a_server_that_was_replaced_is_recognised_anew(monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "SLOW_INTERVAL_S", 0.01)
 
     async def main() -> None:
-        async with ScriptedEndpoint({"/metrics": GOOD}) as server, rig(spec(server)) as r:
-            r.bring_up()
-            scraper = r.scraper(r.endpoints[0])
-            async with running(scraper.run):
-                await until(lambda: r.seen().metrics)
-                server.scripts["/metrics"] = page(b"another_engine 1\n")
-                await until(lambda: scraper.status.engine is None)
-                assert scraper.status.missing == {}
-                server.scripts["/metrics"] = page(b"vllm:num_requests_running 3\n")
-                await until(lambda: scraper.status.engine == "vllm")
-                metrics = r.seen().metrics
-                assert metrics is not None
-                assert (metrics.running, metrics.waiting, metrics.block_size_tokens) == (3.0, None, None)
+        async with ScriptedEndpoint({"/metrics": GOOD}) as server, rig(spec(server)) as r, scraped(r) as scraper:
+            await until(lambda: r.seen().metrics)
+            server.scripts["/metrics"] = page(b"another_engine 1\n")
+            await until(lambda: scraper.status.engine is None)
+            assert scraper.status.missing == {}
+            server.scripts["/metrics"] = page(b"vllm:num_requests_running 3\n")
+            await until(lambda: scraper.status.engine == "vllm")
+            metrics = r.seen().metrics
+            assert metrics is not None
+            assert (metrics.running, metrics.waiting, metrics.block_size_tokens) == (3.0, None, None)
 
     run(main())
 
@@ -275,12 +267,10 @@ def test_missing_signals_are_logged_once_and_shown(caplog: pytest.LogCaptureFixt
         async with (
             ScriptedEndpoint({"/metrics": page(b"vllm:num_requests_running 3\n")}) as server,
             rig(spec(server)) as r,
+            scraped(r) as scraper,
         ):
-            r.bring_up()
-            scraper = r.scraper(r.endpoints[0])
-            async with running(scraper.run):
-                await until(lambda: scraper.status.results.get("ok", 0) >= 3)
-                assert scraper.status.missing == {name: name != "running" for name in SIGNALS}
+            await until(lambda: scraper.status.results.get("ok", 0) >= 3)
+            assert scraper.status.missing == {name: name != "running" for name in SIGNALS}
 
     run(main())
     assert caplog.messages == [
@@ -294,13 +284,10 @@ def test_a_broken_page_is_logged_when_it_begins_and_when_it_ends(
     monkeypatch.setattr(module, "SLOW_INTERVAL_S", 0.01)
 
     async def main() -> None:
-        async with ScriptedEndpoint({}) as server, rig(spec(server)) as r:
-            r.bring_up()
-            scraper = r.scraper(r.endpoints[0])
-            async with running(scraper.run):
-                await until(lambda: scraper.status.results.get("status", 0) >= 3)
-                server.scripts["/metrics"] = GOOD
-                await until(lambda: scraper.status.results.get("ok", 0) >= 3)
+        async with ScriptedEndpoint({}) as server, rig(spec(server)) as r, scraped(r) as scraper:
+            await until(lambda: scraper.status.results.get("status", 0) >= 3)
+            server.scripts["/metrics"] = GOOD
+            await until(lambda: scraper.status.results.get("ok", 0) >= 3)
 
     caplog.set_level("INFO", "lbproxy")
     run(main())
@@ -316,11 +303,8 @@ def test_one_slow_scrape_is_not_worth_a_line(caplog: pytest.LogCaptureFixture) -
     async def main() -> None:
         async with ScriptedEndpoint({"/metrics": hang}) as server:
             scrape = IMPATIENT.model_copy(update={"stale_after": 3600.0})
-            async with rig(spec(server), scrape=scrape) as r:
-                r.bring_up()
-                scraper = r.scraper(r.endpoints[0])
-                async with running(scraper.run):
-                    await until(lambda: scraper.status.results.get("timeout", 0) >= 3)
+            async with rig(spec(server), scrape=scrape) as r, scraped(r) as scraper:
+                await until(lambda: scraper.status.results.get("timeout", 0) >= 3)
 
     run(main())
     assert caplog.messages == []
@@ -335,8 +319,7 @@ def test_metrics_may_stand_on_another_port() -> None:
             ScriptedEndpoint({"/load": GOOD}) as metrics,
             rig(spec(server, metrics=f"{metrics.url}/load?all=1")) as r,
         ):
-            r.bring_up()
-            async with running(r.scraper(r.endpoints[0]).run):
+            async with scraped(r):
                 await until(lambda: r.seen().metrics)
             assert metrics.requests[0].line == "GET /load?all=1 HTTP/1.1"
             assert not server.requests
@@ -439,9 +422,7 @@ def test_pages_of_tensorrt_llm_are_found_and_recognised_where_they_are(missing: 
     async def found(scripts: dict[str, Script], engines: Engines) -> str | None:
         async with ScriptedEndpoint(scripts) as server, rig(spec(server)) as r:
             r.scraping.engines = engines
-            r.bring_up()
-            scraper = r.scraper(r.endpoints[0])
-            async with running(scraper.run):
+            async with scraped(r) as scraper:
                 await until(lambda: scraper.status.results)
             return scraper.status.engine
 
@@ -466,9 +447,7 @@ def test_an_engines_own_port_is_tried_but_not_believed_to_be_a_neighbours() -> N
             rig(spec(server)) as r,
         ):
             r.scraping.engines = own_engines(f"{{triton-tensorrt-llm: {{metrics_port: {aside.port}}}}}")
-            r.bring_up()
-            scraper = r.scraper(r.endpoints[0])
-            async with running(scraper.run):
+            async with scraped(r) as scraper:
                 await until(lambda: r.seen().metrics)
                 assert scraper.status.engine == "triton-tensorrt-llm"
                 before = load_of(r)
@@ -485,14 +464,11 @@ def test_a_page_that_moved_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(module, "SLOW_INTERVAL_S", 0.01)
 
     async def main() -> None:
-        async with ScriptedEndpoint({"/metrics": GOOD}) as server, rig(spec(server)) as r:
-            r.bring_up()
-            scraper = r.scraper(r.endpoints[0])
-            async with running(scraper.run):
-                await until(lambda: scraper.status.engine == "vllm")
-                server.scripts = {"/metrics": answer(b"[]"), "/prometheus/metrics": TRTLLM}
-                await until(lambda: scraper.status.engine == "trtllm-serve")
-                await until(lambda: load_of(r).kv_blocks == 2000)
+        async with ScriptedEndpoint({"/metrics": GOOD}) as server, rig(spec(server)) as r, scraped(r) as scraper:
+            await until(lambda: scraper.status.engine == "vllm")
+            server.scripts = {"/metrics": answer(b"[]"), "/prometheus/metrics": TRTLLM}
+            await until(lambda: scraper.status.engine == "trtllm-serve")
+            await until(lambda: load_of(r).kv_blocks == 2000)
 
     run(main())
 
@@ -504,14 +480,12 @@ def test_an_engine_that_the_settings_name_is_not_mistaken() -> None:
         async with (
             ScriptedEndpoint({"/metrics": GOOD, "/prometheus/metrics": SGLANG}) as server,
             rig(spec(server, engine="trtllm-serve")) as r,
+            scraped(r) as scraper,
         ):
-            r.bring_up()
-            scraper = r.scraper(r.endpoints[0])
-            async with running(scraper.run):
-                await until(lambda: scraper.status.results.get("no_load", 0) >= 2)
-                assert scraper.status.engine == "trtllm-serve"
-                assert scraper.status.missing == dict.fromkeys(SIGNALS, True)
-                assert server.asked("/metrics") == 0
+            await until(lambda: scraper.status.results.get("no_load", 0) >= 2)
+            assert scraper.status.engine == "trtllm-serve"
+            assert scraper.status.missing == dict.fromkeys(SIGNALS, True)
+            assert server.asked("/metrics") == 0
 
     run(main())
 
@@ -523,13 +497,11 @@ def test_adapters_are_read_by_the_wall_clock() -> None:
         async with (
             ScriptedEndpoint({"/metrics": page(text.format(time.time()).encode())}) as server,
             rig(spec(server)) as r,
+            scraped(r) as scraper,
         ):
-            r.bring_up()
-            scraper = r.scraper(r.endpoints[0])
-            async with running(scraper.run):
-                await until(lambda: r.seen().metrics)
-                assert load_of(r).lora == LoraMetrics(frozenset("a"))
-                assert scraper.status.missing["max_lora"] is True
+            await until(lambda: r.seen().metrics)
+            assert load_of(r).lora == LoraMetrics(frozenset("a"))
+            assert scraper.status.missing["max_lora"] is True
 
     run(main())
 
@@ -601,8 +573,7 @@ def test_who_is_asked_for_load_reports(served: bytes, engines: str, asks: bool) 
     async def main() -> None:
         async with ScriptedEndpoint({"/metrics": served}) as server, rig(spec(server)) as r:
             r.scraping.engines = own_engines(engines)
-            r.bring_up()
-            async with running(r.scraper(r.endpoints[0]).run):
+            async with scraped(r):
                 assert not r.seen().asks_load, "nobody knows yet"
                 await until(lambda: r.seen().metrics)
                 assert r.seen().asks_load is asks
@@ -624,12 +595,10 @@ def test_another_engine_at_the_same_address_is_not_asked_any_more(monkeypatch: p
     monkeypatch.setattr(module, "SLOW_INTERVAL_S", 0.01)
 
     async def main() -> None:
-        async with ScriptedEndpoint({"/metrics": GOOD}) as server, rig(spec(server)) as r:
-            r.bring_up()
-            async with running(r.scraper(r.endpoints[0]).run):
-                await until(lambda: r.seen().asks_load)
-                server.scripts["/metrics"] = SGLANG
-                await until(lambda: not r.seen().asks_load)
+        async with ScriptedEndpoint({"/metrics": GOOD}) as server, rig(spec(server)) as r, scraped(r):
+            await until(lambda: r.seen().asks_load)
+            server.scripts["/metrics"] = SGLANG
+            await until(lambda: not r.seen().asks_load)
 
     run(main())
 

@@ -12,7 +12,7 @@ from lbproxy.control.probing.scraper import metrics_targets
 from lbproxy.core.endpoints.credentials import ApiKey, Tls
 from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.core.engines.dialects import Engines
-from tests.control.rig import page, rig, running, spec
+from tests.control.rig import page, rig, scraped, spec
 from tests.support.aio import run, until
 from tests.support.certificates import CA, server_context
 from tests.support.endpoint import ScriptedEndpoint
@@ -49,10 +49,8 @@ def test_metrics_over_tls_on_another_port() -> None:
             ScriptedEndpoint(dict(scripts), tls=server_context()) as metrics,
         ):
             one = replace(spec(server, metrics=f":{metrics.port}/load"), api_key=KEY, tls=Tls(CA.read_text()))
-            async with rig(one) as r:
-                r.bring_up()
-                async with running(r.scraper(r.endpoints[0]).run):
-                    await until(lambda: r.seen().metrics)
+            async with rig(one) as r, scraped(r):
+                await until(lambda: r.seen().metrics)
             assert not server.requests
             assert metrics.requests[0].field("authorization") is None
 

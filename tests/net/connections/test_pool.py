@@ -7,7 +7,8 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -25,6 +26,16 @@ from tests.support.aio import run, stand_still, until
 from tests.support.compiled import interpreted
 from tests.support.endpoint import OK, STREAM_HEAD, Received, ScriptedEndpoint, Wire, answer, event
 from tests.support.limits import descriptors_left
+
+
+@asynccontextmanager
+async def connections() -> AsyncIterator[ConnectionPool]:
+    """A pool that is closed when the block ends."""
+    pool = ConnectionPool()
+    try:
+        yield pool
+    finally:
+        pool.close()
 
 
 async def get(pool: ConnectionPool, endpoint: ScriptedEndpoint, timeout_s: float = 5.0) -> bytes:
@@ -60,13 +71,11 @@ def test_kept_connections_are_closed_before_the_server_would(monkeypatch: pytest
     monkeypatch.setattr(pool_module, "IDLE_S", 0.3)
 
     async def main() -> None:
-        async with ScriptedEndpoint() as endpoint:
-            pool = ConnectionPool()
+        async with ScriptedEndpoint() as endpoint, connections() as pool:
             await get(pool, endpoint)
             assert pool.open_connections == 1
             await until(lambda: pool.open_connections == 0, "closed for age")
             await until(endpoint.wires[0].gone.is_set, "the server sees it")
-            pool.close()
 
     run(main())
 
@@ -74,14 +83,12 @@ def test_kept_connections_are_closed_before_the_server_would(monkeypatch: pytest
 @pytest.mark.parametrize("stray", [b"HTTP/1.1 408 Request Timeout\r\n\r\n", b"x"])
 def test_a_kept_connection_that_speaks_is_never_used(stray: bytes) -> None:
     async def main() -> None:
-        async with ScriptedEndpoint() as endpoint:
-            pool = ConnectionPool()
+        async with ScriptedEndpoint() as endpoint, connections() as pool:
             await get(pool, endpoint)
             await endpoint.wires[0].send(stray)
             await until(lambda: pool.open_connections == 0, "closed")
             assert await get(pool, endpoint) == b'{"ok":true}'
             assert len(endpoint.wires) == 2
-            pool.close()
 
     run(main())
 
@@ -96,13 +103,11 @@ def test_a_kept_connection_that_speaks_is_never_used(stray: bytes) -> None:
 )
 def test_what_speaks_against_reuse_is_heeded(reply: bytes) -> None:
     async def main() -> None:
-        async with ScriptedEndpoint(reply) as endpoint:
-            pool = ConnectionPool()
+        async with ScriptedEndpoint(reply) as endpoint, connections() as pool:
             for _ in range(2):
                 await get(pool, endpoint)
                 assert pool.open_connections == 0
             assert len(endpoint.wires) == 2
-            pool.close()
 
     run(main())
 
@@ -158,8 +163,7 @@ def test_our_own_lack_of_descriptors_is_not_the_endpoints_fault(monkeypatch: pyt
 
 def test_a_name_with_several_addresses_is_tried_in_order() -> None:
     async def main() -> None:
-        async with ScriptedEndpoint() as endpoint:
-            pool = ConnectionPool()
+        async with ScriptedEndpoint() as endpoint, connections() as pool:
             loop = asyncio.get_running_loop()
 
             async def two(*_: object) -> Sequence[Address]:
@@ -170,7 +174,6 @@ def test_a_name_with_several_addresses_is_tried_in_order() -> None:
             pool.names = Names(loop, two)
             connection = await pool.connect(Origin(("two.example", 1)), 5.0)
             connection.abort()
-            pool.close()
 
     run(main())
 
@@ -220,8 +223,7 @@ def test_silence_in_mid_body_breaks_it_but_a_pause_of_ours_does_not() -> None:
         await wire.watch()
 
     async def main() -> None:
-        async with ScriptedEndpoint(script) as endpoint:
-            pool = ConnectionPool()
+        async with ScriptedEndpoint(script) as endpoint, connections() as pool:
             paused = await begin(pool, endpoint, idle_s=0.3)
             await until(lambda: paused.data, "it began")
             paused.connection.pause()
@@ -232,7 +234,6 @@ def test_silence_in_mid_body_breaks_it_but_a_pause_of_ours_does_not() -> None:
             assert paused.end is None
             paused.connection.resume()
             await until(lambda: paused.end is not None, "it counts again")
-            pool.close()
 
     run(main())
 
@@ -243,8 +244,7 @@ def test_after_abort_nobody_is_called() -> None:
         await wire.watch()
 
     async def main() -> None:
-        async with ScriptedEndpoint(script) as endpoint:
-            pool = ConnectionPool()
+        async with ScriptedEndpoint(script) as endpoint, connections() as pool:
             receiver = await begin(pool, endpoint)
             await until(lambda: receiver.data, "something came")
             receiver.connection.abort()
@@ -252,7 +252,6 @@ def test_after_abort_nobody_is_called() -> None:
             await until(endpoint.wires[0].gone.is_set, "the server sees it")
             assert receiver.end is None
             assert pool.open_connections == 0
-            pool.close()
 
     run(main())
 
@@ -266,29 +265,25 @@ def test_a_reset_breaks_what_a_close_would_end(sent: bytes) -> None:
         wire.reset()
 
     async def main() -> None:
-        async with ScriptedEndpoint(script) as endpoint:
-            pool = ConnectionPool()
+        async with ScriptedEndpoint(script) as endpoint, connections() as pool:
             receiver = await begin(pool, endpoint)
             await until(lambda: receiver.end is not None, "the reset arrived")
             assert isinstance(receiver.end, UpstreamError)
             assert receiver.end.kind is FailureKind.RESET
             assert pool.open_connections == 0
-            pool.close()
 
     run(main())
 
 
 def test_a_request_on_a_connection_that_was_just_lost_breaks() -> None:
     async def main() -> None:
-        async with ScriptedEndpoint() as endpoint:
-            pool = ConnectionPool()
+        async with ScriptedEndpoint() as endpoint, connections() as pool:
             connection = await pool.connect(Origin.parse(endpoint.url), 5.0)
             connection.connection_lost(None)
             receiver = Receiver(connection)
             connection.send("GET", request_head("GET", "/", "x", b"", 0), b"", receiver, Limits(5.0, 5.0, 5.0))
             assert receiver.end is None, "not within the call"
             await until(lambda: receiver.end is not None, "told")
-            pool.close()
 
     run(main())
 
@@ -307,8 +302,7 @@ def test_a_large_body_leaves_in_slices_one_a_turn(plain: bool, monkeypatch: pyte
     monkeypatch.setattr(Corked, "write", recorded)
 
     async def main() -> None:
-        async with ScriptedEndpoint() as endpoint:
-            pool = ConnectionPool()
+        async with ScriptedEndpoint() as endpoint, connections() as pool:
             for _ in range(2):
                 origin = Origin.parse(endpoint.url)
                 connection = pool.take(origin) or await pool.connect(origin, 5.0)
@@ -319,7 +313,6 @@ def test_a_large_body_leaves_in_slices_one_a_turn(plain: bool, monkeypatch: pyte
                 assert receiver.end == "ended"
                 assert endpoint.requests[-1].body == body
             assert len(endpoint.wires) == 1, "the connection is used again"
-            pool.close()
 
     run(main(), plain=plain)
     assert max(writes) == pool_module.SLICE_BYTES
@@ -357,8 +350,7 @@ def test_a_response_before_the_whole_body_was_sent_ends_the_connection() -> None
 
 def test_opening_calls_back_unless_it_is_cancelled() -> None:
     async def main() -> None:
-        async with ScriptedEndpoint() as endpoint:
-            pool = ConnectionPool()
+        async with ScriptedEndpoint() as endpoint, connections() as pool:
             results: list[Connection | UpstreamError] = []
             origin = Origin.parse(endpoint.url)
             pool.dial(origin, 5.0, results.append).cancel()
@@ -368,7 +360,6 @@ def test_opening_calls_back_unless_it_is_cancelled() -> None:
             pool.dial(origin, 5.0, results.append)
             await until(lambda: len(results) == 2, "opened")
             assert isinstance(results[1], Connection)
-            pool.close()
 
     run(main())
 
@@ -381,8 +372,7 @@ def test_a_fetch_given_up_as_its_answer_comes_leaves_the_connection_to_whoever_h
         await wire.send(answer())
 
     async def main() -> None:
-        async with ScriptedEndpoint(script) as endpoint:
-            pool = ConnectionPool()
+        async with ScriptedEndpoint(script) as endpoint, connections() as pool:
             origin = Origin.parse(endpoint.url)
             fetching = asyncio.create_task(fetch(pool, origin, "/x", timeout_s=5.0, max_bytes=1000))
             taken: list[Receiver] = []
@@ -402,7 +392,6 @@ def test_a_fetch_given_up_as_its_answer_comes_leaves_the_connection_to_whoever_h
                 await fetching
             await until(lambda: taken[0].end is not None, "it gets its answer")
             assert taken[0].end == "ended"
-            pool.close()
 
     run(main())
 
@@ -446,8 +435,7 @@ def test_descriptors_that_idle_connections_hold_are_given_to_new_ones() -> None:
 
     async def main() -> None:
         other = socket.create_server(("127.0.0.1", 0))  # never accepts: that would need a descriptor here too
-        async with ScriptedEndpoint() as endpoint:
-            pool = ConnectionPool()
+        async with ScriptedEndpoint() as endpoint, connections() as pool:
             await get(pool, endpoint)
             assert pool.open_connections == 1
             with other, descriptors_left(0):
@@ -457,6 +445,5 @@ def test_descriptors_that_idle_connections_hold_are_given_to_new_ones() -> None:
                 with pytest.raises(UpstreamError) as refused, descriptors_left(0):
                     await pool.connect(origin, 5.0)
             assert refused.value.kind is FailureKind.EXHAUSTED
-            pool.close()
 
     run(main())

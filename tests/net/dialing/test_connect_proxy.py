@@ -12,9 +12,9 @@ import pytest
 from lbproxy.core.endpoints.credentials import ApiKey, Proxy, Tls
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.net.connections.fetch import fetch
-from lbproxy.net.connections.pool import ConnectionPool
+from lbproxy.net.connections.pool import Connection, ConnectionPool
 from lbproxy.net.dialing.origin import Origin
-from tests.support.aio import run
+from tests.support.aio import run, until
 from tests.support.certificates import CA, server_context
 from tests.support.connect_proxy import ConnectProxy
 from tests.support.endpoint import OK, ScriptedEndpoint
@@ -87,14 +87,19 @@ def test_a_tunnel_that_does_not_come_is_a_failed_connection_that_names_the_proxy
     run(main())
 
 
+async def dialling(pool: ConnectionPool, proxy: ConnectProxy) -> asyncio.Task[Connection]:
+    """A connection to an endpoint that the proxy was asked for."""
+    dialled = asyncio.create_task(pool.connect(through("http://gpu.test:8000", proxy.port), 5.0))
+    await until(lambda: proxy.asked, "the proxy is asked")
+    return dialled
+
+
 def test_a_proxy_that_closes_instead_of_answering() -> None:
     async def main() -> None:
         pool = ConnectionPool()
         async with ConnectProxy(script=b"") as proxy:
-            dialled = asyncio.create_task(pool.connect(through("http://gpu.test:8000", proxy.port), 5.0))
-            while not proxy.asked:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            await proxy.__aexit__()
+            dialled = await dialling(pool, proxy)
+            await proxy.stop()
             with pytest.raises(UpstreamError) as raised:
                 await dialled
         assert raised.value.detail.startswith(f"gpu.test:8000: proxy 127.0.0.1:{proxy.port}: ")
@@ -125,14 +130,10 @@ def test_a_cancelled_dial_leaves_no_connection_open() -> None:
     async def main() -> None:
         pool = ConnectionPool()
         async with ConnectProxy(script=b"") as proxy:
-            dialled = asyncio.create_task(pool.connect(through("http://gpu.test:8000", proxy.port), 5.0))
-            while not proxy.asked:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            dialled = await dialling(pool, proxy)
             dialled.cancel()
             await asyncio.wait([dialled])
-            async with asyncio.timeout(5):
-                while proxy._tasks:  # noqa: ASYNC110 - it reads until we close
-                    await asyncio.sleep(0.01)
+            await until(lambda: not proxy._tasks, "it reads until we close")
         pool.close()
 
     run(main())

@@ -18,7 +18,7 @@ import pytest
 from lbproxy.core.requests.outcome import Outcome
 from tests.support.aio import run, until
 from tests.support.endpoint import LAST, STREAM_HEAD, Received, ScriptedEndpoint, Wire, answer, chunk
-from tests.support.rig import post, rig
+from tests.support.rig import Rig, post, rig
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 250
 """11 KB: eleven blocks."""
@@ -205,6 +205,15 @@ def test_a_thousand_responses_over_four_endpoints_are_each_found_at_their_owner(
     run(main())
 
 
+async def one_response_each(it: Rig) -> dict[str | None, str]:
+    """The id of a response that each of two endpoints has stored, by the endpoint's name."""
+    made: dict[str | None, str] = {}
+    while len(made) < 2:
+        reply = await it.ask(post(body(input="hi"), "/v1/responses"))
+        made[reply.field("x-lbproxy-endpoint")] = json.loads(reply.body)["id"]
+    return made
+
+
 def test_a_response_whose_owner_is_dead_is_404_in_the_engines_words() -> None:
     async def main() -> None:
         async with (
@@ -212,10 +221,7 @@ def test_a_response_whose_owner_is_dead_is_404_in_the_engines_words() -> None:
             ScriptedEndpoint(stores("b")) as two,
             rig(one.url, two.url) as it,
         ):
-            made: dict[str | None, str] = {}
-            while len(made) < 2:
-                reply = await it.ask(post(body(input="hi"), "/v1/responses"))
-                made[reply.field("x-lbproxy-endpoint")] = json.loads(reply.body)["id"]
+            made = await one_response_each(it)
             await one.stop()
             for _ in range(3):
                 reply = await it.ask(post(body(input="and?", previous_response_id=made["e1"]), "/v1/responses"))
@@ -240,10 +246,7 @@ def test_a_response_that_nobody_remembers_is_looked_for() -> None:
             ScriptedEndpoint(stores("b")) as two,
             rig(one.url, two.url) as before,
         ):
-            made: dict[str | None, str] = {}
-            while len(made) < 2:
-                reply = await before.ask(post(body(input="hi"), "/v1/responses"))
-                made[reply.field("x-lbproxy-endpoint")] = json.loads(reply.body)["id"]
+            made = await one_response_each(before)
             async with rig(one.url, two.url) as it:
                 for home, response_id in sorted(made.items(), key=str):
                     for _ in range(4):

@@ -13,7 +13,7 @@ from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.proxy.front.connection import ClientConnection
 from lbproxy.proxy.front.overload import BODIES, LAG, MEMORY, Overload
 from tests.support.aio import run, until
-from tests.support.endpoint import STREAM_HEAD, Received, ScriptedEndpoint, Wire, event
+from tests.support.endpoint import STREAM_HEAD, Received, ScriptedEndpoint, Wire, event, first_event_or_nothing
 from tests.support.rig import post, rig
 
 MIB = 1 << 20
@@ -171,13 +171,8 @@ def test_new_requests_get_503_while_memory_is_short_and_what_runs_goes_on() -> N
 def test_the_largest_request_is_ended_visibly_when_memory_is_nearly_full() -> None:
     """A waiting one by a 503, a stream by an error in it; the small one beside it goes on."""
 
-    async def script(wire: Wire, request: Received) -> None:
-        if b"true" in request.body:
-            await wire.send(STREAM_HEAD + event("1"))
-        await wire.watch()
-
     async def main() -> None:
-        async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url) as it:
+        async with ScriptedEndpoint(first_event_or_nothing) as endpoint, rig(endpoint.url) as it:
             waiting, small = await it.connect(), await it.connect()
             small.send(post(b'{"model":"m","stream":true}'))
             await small.head()

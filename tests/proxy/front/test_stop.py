@@ -12,18 +12,22 @@ from contextlib import AsyncExitStack
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.net.listening.listener import BATCH
 from tests.support.aio import run, until
-from tests.support.endpoint import LAST, STREAM_HEAD, Received, ScriptedEndpoint, Wire, answer, event
+from tests.support.endpoint import (
+    LAST,
+    STREAM_HEAD,
+    Received,
+    ScriptedEndpoint,
+    Wire,
+    answer,
+    event,
+    first_event_or_nothing,
+)
 from tests.support.rig import post, rig
 
 
 def test_at_the_deadline_streams_are_cut_with_an_error_and_unanswered_requests_get_503() -> None:
-    async def script(wire: Wire, request: Received) -> None:
-        if b"true" in request.body:
-            await wire.send(STREAM_HEAD + event("1"))
-        await wire.watch()
-
     async def main() -> None:
-        async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url) as it:
+        async with ScriptedEndpoint(first_event_or_nothing) as endpoint, rig(endpoint.url) as it:
             stream, silent = await it.connect(), await it.connect()
             stream.send(post(b'{"model":"m","stream":true}'))
             await stream.head()

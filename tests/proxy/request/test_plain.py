@@ -20,7 +20,7 @@ from lbproxy.proxy.request.headers import RequestFields, read_request_fields
 from lbproxy.proxy.request.plain import read_plain
 from tests.proxy.conftest import States
 from tests.support.aio import run, until
-from tests.support.endpoint import LAST, STREAM_HEAD, Received, ScriptedEndpoint, Wire, answer, event
+from tests.support.endpoint import LAST, STREAM_HEAD, Received, ScriptedEndpoint, Wire, answer, echo_after, event
 from tests.support.rig import post, rig
 
 LIMIT = 1 << 20
@@ -211,12 +211,8 @@ def test_requests_behind_a_running_one_wait_and_are_answered_in_order() -> None:
     """Plain ones, one in two pieces, one for aiohttp, and one that is no HTTP: that one ends it."""
     release = asyncio.Event()
 
-    async def script(wire: Wire, request: Received) -> None:
-        await release.wait()
-        await wire.send(answer(request.body))
-
     async def main() -> None:
-        async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url) as it:
+        async with ScriptedEndpoint(echo_after(release)) as endpoint, rig(endpoint.url) as it:
             client = await it.connect()
             bodies = [b'{"model":"m","n":%d}' % n for n in range(4)]
             client.send(post(bodies[0]))
@@ -242,12 +238,8 @@ def test_a_flood_behind_a_running_request_is_not_read(way: str) -> None:
         pytest.skip("aiohttp has bounds of its own")
     release = asyncio.Event()
 
-    async def script(wire: Wire, request: Received) -> None:
-        await release.wait()
-        await wire.send(answer(request.body))
-
     async def main() -> None:
-        async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url) as it:
+        async with ScriptedEndpoint(echo_after(release)) as endpoint, rig(endpoint.url) as it:
             client = await it.connect()
             client.send(post())
             await until(lambda: endpoint.requests, "running")

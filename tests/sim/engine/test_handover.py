@@ -307,7 +307,7 @@ def test_a_second_decode_reads_garbage() -> None:
 
 def test_ranks_hold_and_release() -> None:
     """Whichever of them it was."""
-    server = RankedEngine(APART, 2)
+    server = RankedEngine([Engine(APART), Engine(APART)])
     holds = [Hold(), Hold()]
     for name, hold in zip("ab", holds, strict=True):
         server.add(dataclasses.replace(request(name, output=1), hold=hold), now=0.0)

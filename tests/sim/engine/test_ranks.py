@@ -8,12 +8,12 @@ import random
 
 import pytest
 
-from lbproxy.sim.engine.ranks import RankedEngine
+from lbproxy.sim.engine.model_server import ModelServer, make_server
 from lbproxy.sim.engine.sequence import RequestTooLong, SimRequest, StepDone
 from tests.sim.engine.test_engine import STEADY
 
 
-def drain(engine: RankedEngine) -> list[StepDone]:
+def drain(engine: ModelServer) -> list[StepDone]:
     steps: list[StepDone] = []
     while (due := engine.next_event()) is not None:
         steps += engine.advance(now=due)
@@ -22,7 +22,7 @@ def drain(engine: RankedEngine) -> list[StepDone]:
 
 def test_a_request_goes_to_the_rank_with_the_fewest() -> None:
     """With one slot each, two ranks run two requests at a time; the third waits for whichever ends first."""
-    engine = RankedEngine(dataclasses.replace(STEADY, max_sequences=1), 2)
+    engine = make_server(dataclasses.replace(STEADY, max_sequences=1), ranks=2)
     engine.add(SimRequest("a", 10, 5), now=0.0)
     engine.add(SimRequest("b", 10, 2), now=0.0)
     engine.advance(now=0.015)
@@ -35,7 +35,7 @@ def test_a_request_goes_to_the_rank_with_the_fewest() -> None:
 
 
 def test_prompts_do_not_wait_for_those_of_another_rank() -> None:
-    single, both = RankedEngine(STEADY, 1), RankedEngine(STEADY, 2)
+    single, both = make_server(STEADY, ranks=1), make_server(STEADY, ranks=2)
     ends = []
     for engine in (single, both):
         for name in "ab":
@@ -45,7 +45,7 @@ def test_prompts_do_not_wait_for_those_of_another_rank() -> None:
 
 
 def test_gauges_are_of_all_ranks_together() -> None:
-    engine = RankedEngine(dataclasses.replace(STEADY, max_sequences=2), 2)
+    engine = make_server(dataclasses.replace(STEADY, max_sequences=2), ranks=2)
     for number in range(6):
         engine.add(SimRequest(str(number), 16, 50), now=0.0)
     engine.advance(now=0.025)
@@ -57,7 +57,7 @@ def test_gauges_are_of_all_ranks_together() -> None:
 
 
 def test_abort_restart_speed_and_limits() -> None:
-    engine = RankedEngine(STEADY, 3, rng=random.Random(1))
+    engine = make_server(STEADY, ranks=3, rng=random.Random(1))
     for number in range(4):
         engine.add(SimRequest(str(number), 10, 20), now=0.0)
     engine.advance(now=0.055)
@@ -74,7 +74,7 @@ def test_abort_restart_speed_and_limits() -> None:
 
 def test_when_it_is_asked_changes_nothing() -> None:
     def steps(*, often: bool) -> list[float]:
-        engine = RankedEngine(STEADY, 2, rng=random.Random(5))
+        engine = make_server(STEADY, ranks=2, rng=random.Random(5))
         for number in range(8):
             engine.add(SimRequest(str(number), 30, 30), now=0.0)
         if often:

@@ -19,7 +19,7 @@ from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.policies.registry import POLICIES, make_policy
 from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.core.requests.request import InferenceRequest, Usage
+from lbproxy.core.requests.request import Usage
 from lbproxy.sim.engine.presets import PRESETS
 from lbproxy.sim.fleet.cluster import PROGRESS_S, Fleet
 from lbproxy.sim.fleet.des import EventHeap
@@ -130,21 +130,22 @@ def test_jobs_arrive_alike_whatever_the_policy() -> None:
         requests: list[tuple[object, ...]] = []
 
         class Watched(Balancer):
-            def submit(
+            def close(
                 self,
-                request: InferenceRequest,
+                ticket: Ticket,
+                outcome: Outcome,
                 *,
                 now: float,
-                avoid: frozenset[EndpointUid] = frozenset(),
-                suspect: EndpointUid | None = None,
-                resubmitted: bool = False,
-            ) -> Ticket:
-                requests.append((now, request.id, request.prompt_bytes, request.stream))
-                return super().submit(request, now=now, avoid=avoid, suspect=suspect, resubmitted=resubmitted)
+                usage: Usage | None = None,
+                timed_out: bool = False,
+            ) -> None:
+                request = ticket.request
+                requests.append((ticket.submitted_at, request.id, request.prompt_bytes, request.stream))
+                super().close(ticket, outcome, now=now, usage=usage, timed_out=timed_out)
 
         options = dataclasses.replace(STREAMS, stream_share=0.5, balancers=2)
         run(policy, shared(), options, kind=Watched)
-        return requests
+        return sorted(requests)
 
     requests = seen("round-robin")
     assert requests == seen("adaptive")

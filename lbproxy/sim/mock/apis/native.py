@@ -71,8 +71,8 @@ def _generated(identity: Identity, choice: Choice, tokens: int, cached_tokens: i
     }
 
 
-class GenerateWriter:
-    """The server-sent events of SGLang's /generate."""
+class _BareWriter:
+    """Nothing is sent before the first token."""
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
@@ -84,6 +84,10 @@ class GenerateWriter:
     def opening(self, choices: Sequence[Choice]) -> bytes:
         """Nothing."""
         return b""
+
+
+class GenerateWriter(_BareWriter):
+    """The server-sent events of SGLang's /generate."""
 
     def token(self, choice: Choice, index: int, position: int) -> bytes:
         """All of the text up to one token. What was cached stands in the last event only: it is known by then."""
@@ -154,19 +158,8 @@ def completed_body(identity: Identity, choice: Choice, cached_tokens: int) -> by
     return dump(completed(identity, choice, cached_tokens, content=choice.answer.text.decode("ascii")))
 
 
-class LlamacppWriter:
+class LlamacppWriter(_BareWriter):
     """The server-sent events of llama.cpp's own API."""
-
-    def __init__(self, identity: Identity) -> None:
-        self._identity = identity
-
-    def accepted(self, choices: Sequence[Choice]) -> bytes:
-        """Nothing."""
-        return b""
-
-    def opening(self, choices: Sequence[Choice]) -> bytes:
-        """Nothing."""
-        return b""
 
     def token(self, choice: Choice, index: int, position: int) -> bytes:
         """One token."""
