@@ -195,8 +195,9 @@ def _add_provider(mock: argparse._ArgumentGroup) -> None:
 def _add_admin_commands(commands: Subparsers) -> None:
     """Those that speak to a running lbproxy."""
     remote = argparse.ArgumentParser(add_help=False)
-    text = f"admin listener: {addresses.ADMIN_FORMS} (default: %(default)s); token: in LBPROXY_ADMIN_TOKEN"
-    remote.add_argument("--admin", type=addresses.url, metavar="HOST:PORT", default=addresses.ADMIN, help=text)
+    text = f"{addresses.ADMIN_FORMS} (default: LBPROXY_ADMIN, else {addresses.ADMIN}); token: in LBPROXY_ADMIN_TOKEN"
+    default = os.environ.get("LBPROXY_ADMIN") or addresses.ADMIN
+    remote.add_argument("--admin", type=addresses.url, metavar="HOST:PORT", default=default, help=text)
     status = commands.add_parser(
         "status", parents=[remote], help="show the state of a running lbproxy and its endpoints"
     )
@@ -207,6 +208,7 @@ def _add_admin_commands(commands: Subparsers) -> None:
     drain.add_argument("name", metavar="NAME", help="the endpoint's name, as in `lbproxy status`")
     drain.add_argument("--wait", action="store_true", help="wait until its last request has ended")
     drain.add_argument("--timeout", type=float, metavar="SECONDS", help="wait no longer than this; then exit with 1")
+    drain.add_argument("--force", action="store_true", help="even if no other endpoint takes requests for its models")
     undrain = commands.add_parser("undrain", parents=[remote], help="send requests to an endpoint again")
     undrain.add_argument("name", metavar="NAME")
     for name, what in (("sleep", "put an endpoint to sleep"), ("wake", "wake an endpoint that sleeps")):
@@ -420,7 +422,8 @@ def _remote(args: argparse.Namespace) -> int:
             case "top":
                 return top(client, console)
             case "drain":
-                return commands.drain(client, console, args.name, wait=args.wait, timeout_s=args.timeout)
+                wait, timeout_s, force = args.wait, args.timeout, args.force
+                return commands.drain(client, console, args.name, wait=wait, timeout_s=timeout_s, force=force)
             case "undrain":
                 return commands.undrain(client, console, args.name)
             case "sleep" | "wake":

@@ -14,6 +14,7 @@ import time
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -310,7 +311,8 @@ def answering(answer: Callable[[httpx.Request], httpx.Response]) -> AdminClient:
 
 def test_a_drain_waits_for_the_last_request_or_for_the_time() -> None:
     left = [4, 4, 2, 0]
-    fleet_of = [endpoint("pool/a", draining=True), endpoint("pool/b")]
+    fleet_of = [endpoint("pool/a"), endpoint("pool/b")]
+    drain = partial(commands.drain, force=False)
 
     def answer(request: httpx.Request) -> httpx.Response:
         assert request.headers["authorization"] == "Bearer secret"
@@ -320,7 +322,7 @@ def test_a_drain_waits_for_the_last_request_or_for_the_time() -> None:
         return httpx.Response(200, json={"in_flight": left.pop(0)})
 
     console = Console(file=io.StringIO(), width=80)
-    assert commands.drain(answering(answer), console, "pool/a", wait=True, timeout_s=None) == 0
+    assert drain(answering(answer), console, "pool/a", wait=True, timeout_s=None) == 0
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert text.splitlines() == [
         "pool/a is draining: 4 requests left",
@@ -328,15 +330,30 @@ def test_a_drain_waits_for_the_last_request_or_for_the_time() -> None:
         "pool/a is drained",
     ]
     left[:] = [1]
-    assert commands.drain(answering(answer), console, "pool/a", wait=False, timeout_s=None) == 0
+    assert drain(answering(answer), console, "pool/a", wait=False, timeout_s=None) == 0
     left[:] = [1]
-    assert commands.drain(answering(answer), console, "pool/a", wait=True, timeout_s=0.0) == 1
-    left[:], fleet_of[1]["draining"] = [0], True
-    console = Console(file=io.StringIO(), width=80)
-    assert commands.drain(answering(answer), console, "pool/a", wait=False, timeout_s=None) == 0
+    assert drain(answering(answer), console, "pool/a", wait=True, timeout_s=0.0) == 1
+    assert "pool/a still has 1 request after 0 s; it stays drained" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_last_endpoint_of_a_model_is_drained_by_force_only() -> None:
+    asked: list[tuple[str, bytes]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append((request.method, request.url.raw_path))
+        last = {"endpoints": [endpoint("a"), endpoint("b", draining=True)]}
+        return httpx.Response(200, json=last if request.method == "GET" else {"in_flight": 0})
+
+    console = Console(file=io.StringIO(), width=120)
+    drain = partial(commands.drain, answering(answer), console, "a", wait=False, timeout_s=None)
+    assert drain(force=False) == 1
+    assert asked == [("GET", b"/admin/endpoints")]
+    assert drain(force=True) == 0
+    assert asked[1:] == [("GET", b"/admin/endpoints"), ("POST", b"/admin/endpoints/a/drain")]
     assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
+        "a is not drained: no other endpoint takes requests for m (--force drains it anyway)",
         "no endpoint takes requests for m now: they get 503 until one does",
-        "pool/a is drained",
+        "a is drained",
     ]
 
 
@@ -356,9 +373,14 @@ def test_a_drain_waits_for_the_last_request_or_for_the_time() -> None:
         ([endpoint("b", models=None, health="down")], ["m", "n"]),
     ],
 )
-def test_a_drain_says_which_models_no_other_endpoint_takes(others: list[dict[str, Any]], alone: list[str]) -> None:
-    assert commands.left_alone([endpoint("a", models=["m", "n"], draining=True), *others]) == alone
-    assert commands.left_alone([endpoint("a"), *others]) == (["n"] if others and others[0]["draining"] else [])
+def test_which_models_only_the_endpoint_to_be_drained_takes(others: list[dict[str, Any]], alone: list[str]) -> None:
+    fleet_of = [endpoint("a", models=["m", "n"]), *others]
+    assert commands.only_there(fleet_of, "a") == alone
+    ranks = [endpoint("a#0", models=["m", "n"]), endpoint("a#1", models=["m", "n"]), *others]
+    assert commands.only_there(ranks, "a") == alone, "a server, by all of its ranks"
+    assert commands.only_there(ranks, "a#0") == [], "the other rank takes them"
+    down = [endpoint("a", models=["m", "n"], health="down"), *others]
+    assert commands.only_there(down, "a") == [], "it takes none itself"
 
 
 def test_without_an_id_the_last_request_is_explained() -> None:
@@ -405,6 +427,19 @@ def test_nobody_there_is_an_exit_with_1(command: list[str], capsys: pytest.Captu
     with pytest.raises(SystemExit, match="2"):
         main([*command, "--admin", "127.0.0.1"])
     assert "expected HOST:PORT or http://HOST:PORT" in capsys.readouterr().err
+
+
+def test_the_environment_says_where_the_admin_listener_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LBPROXY_ADMIN", "127.0.0.1:9")
+    assert main(["status"]) == 1
+    assert "http://127.0.0.1:9 cannot be reached" in capsys.readouterr().err
+    assert main(["status", "--admin", "127.0.0.1:7"]) == 1
+    assert "http://127.0.0.1:7 cannot be reached" in capsys.readouterr().err
+    monkeypatch.setenv("LBPROXY_ADMIN", "no address")
+    with pytest.raises(SystemExit):
+        main(["status"])
 
 
 @pytest.mark.parametrize("text", ["127.0.0.1:1", "[::1]:1", "gpu-1.example:80", "localhost:0"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 
@@ -47,37 +47,55 @@ def explain(client: AdminClient, console: Console, request_id: str | None, *, as
     return 0
 
 
-def drain(client: AdminClient, console: Console, name: str, *, wait: bool, timeout_s: float | None) -> int:
-    """Give an endpoint no new requests. With `wait` until it has none; 1 if the time is up before that."""
-    progress = client.post("endpoints", name, "drain")
+def drain(client: AdminClient, console: Console, name: str, *, wait: bool, timeout_s: float | None, force: bool) -> int:
+    """Give an endpoint no new requests. With `wait` until it has none; 1 if the time is up before that, and, unless
+    `force`, if nothing else takes requests for one of its models: it is not drained then.
+    """
     shown = plain(name)
-    if models := left_alone(client.get("endpoints")["endpoints"]):
-        text = f"no endpoint takes requests for {', '.join(map(plain, models))} now: they get 503 until one does"
+    if models := only_there(client.get("endpoints")["endpoints"], name):
+        named = ", ".join(map(plain, models))
+        if not force:
+            text = f"{shown} is not drained: no other endpoint takes requests for {named} (--force drains it anyway)"
+            console.print(text, style="red", markup=False)
+            return 1
+        text = f"no endpoint takes requests for {named} now: they get 503 until one does"
         console.print(text, style="yellow", markup=False)
+    progress = client.post("endpoints", name, "drain")
     began_at, said = time.monotonic(), None
     while True:
         left = progress["in_flight"]
         if left != said:
-            so_far = "drained" if not left else f"draining: {left} {'request' if left == 1 else 'requests'} left"
+            so_far = "drained" if not left else f"draining: {_running(left)} left"
             console.print(f"{shown} is {so_far}", markup=False)
             said = left
         if not left or not wait:
             return 0
         if timeout_s is not None and time.monotonic() - began_at >= timeout_s:
-            console.print(f"{shown} has {left} running requests after {timeout_s:g} s", style="red", markup=False)
+            text = f"{shown} still has {_running(left)} after {timeout_s:g} s; it stays drained, and gets no new ones"
+            console.print(text, style="red", markup=False)
             return 1
         time.sleep(POLL_S)
         progress = client.get("endpoints", name)
 
 
-def left_alone(endpoints: Sequence[Fields]) -> list[str]:
-    """The models of draining endpoints that no other endpoint takes requests for, or can be woken for."""
+def _running(requests: int) -> str:
+    return f"{requests} {'request' if requests == 1 else 'requests'}"
+
+
+def only_there(endpoints: Sequence[Fields], name: str) -> list[str]:
+    """The models of an endpoint, or of a server's ranks, that no other takes requests for, or can be woken for."""
     takes = [one for one in endpoints if not (one["draining"] or one["leaving"]) and _may_serve(one)]
-    served = {model for one in takes for model in one["models"] or ()}
-    drained = dict.fromkeys(model for one in endpoints if one["draining"] for model in one["models"] or ())
-    if any(one["models"] is None for one in takes):  # it may serve any
+    there = [one for one in takes if name in {one["name"], one["name"].rpartition("#")[0]}]
+    others = [one for one in takes if one not in there]
+    if any(one["models"] is None for one in others):  # it may serve any
         return []
-    return [model for model in drained if model not in served]
+    served = {model for one in others for model in one["models"]}
+    return [model for model in dict.fromkeys(_models(there)) if model not in served]
+
+
+def _models(endpoints: Sequence[Fields]) -> Iterator[str]:
+    for one in endpoints:
+        yield from one["models"] or ()
 
 
 def _may_serve(one: Fields) -> bool:

@@ -218,6 +218,7 @@ def _sleep(one: Fields) -> str:
 
 
 LEGEND = (
+    "requests/s, errors, rejected, first byte (median / 95th percentile of streams): of the last 5 s · "
     "flight: requests from lbproxy (+ from other replicas) · room: how many it runs at once, or why it is full · "
     "held: requests that wait in lbproxy for it · wait, run, kv: as the engine reports · "
     "first B: median ms to first byte · hit: prompt tokens from its cache · queue: ms that a request waits there · "

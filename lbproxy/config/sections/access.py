@@ -129,7 +129,8 @@ class AuthSettings(Section):
     keys: tuple[KeySettings, ...] = ()
     """API keys. Each request to `listen` must have one of them. No keys here and no `file` = no key is needed."""
     file: str | None = None
-    """A file with more keys: one `NAME: KEY` per line, read again when it changes. It must have at least one."""
+    """A file with more keys: one `NAME: KEY` per line, read again when it changes; its path is relative to lbproxy's
+    working directory. It must have at least one."""
 
     @field_validator("keys", mode="after")
     @classmethod

@@ -108,7 +108,9 @@ def _text(path: str, source: str) -> str:
         with Path(path).open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise ConfigError(source, [(error.strerror or "cannot be read").lower()]) from None
+        why = (error.strerror or "cannot be read").lower()
+        where = "" if os.path.isabs(path) else f" in {os.getcwd()}, lbproxy's working directory"
+        raise ConfigError(source, [f"{why}{where}"]) from None
     if len(data) > MAX_FILE_BYTES:
         raise ConfigError(source, [f"expected at most {MAX_FILE_BYTES >> 20} MiB"])
     try:
