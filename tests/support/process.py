@@ -32,12 +32,12 @@ class Process:
 
     def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
         if WORKERS and arguments[:1] == ("--config",) and (config := Path(arguments[1])).exists():
-            text = with_workers(config.read_text())
-            config.write_text(text)
-            self._has_workers = re.search(r"^workers: *[2-9]", text, re.MULTILINE) is not None
+            config.write_text(with_workers(config.read_text()))
         self._start([*LBPROXY, *arguments], env)
 
     def _start(self, command: list[str], env: dict[str, str] | None) -> None:
+        if WORKERS and "--config" in command and (config := Path(command[command.index("--config") + 1])).exists():
+            self._has_workers = re.search(r"^workers: *[2-9]", config.read_text(), re.MULTILINE) is not None
         environ = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ)
         assert self.process.stdout is not None
