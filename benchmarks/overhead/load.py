@@ -139,9 +139,9 @@ def build() -> None:
 
 
 @contextmanager
-def server() -> Iterator[tuple[int, int]]:
-    """The model server on the load's core: its port and process id."""
-    command = ["taskset", "-c", LOAD_CORE, str(BENCH / "server"), "0", str(METRICS_PAGE)]
+def server(core: str = LOAD_CORE) -> Iterator[tuple[int, int]]:
+    """The model server on the load's core, or another one: its port and process id."""
+    command = ["taskset", "-c", core, str(BENCH / "server"), "0", str(METRICS_PAGE)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -150,12 +150,14 @@ def server() -> Iterator[tuple[int, int]]:
             process.terminate()
 
 
-def run_load(workload: Workload, port: int, seconds: float, *, server_pid: int, proxy: Usage | None) -> Figures:
+def run_load(
+    workload: Workload, port: int, seconds: float, *, server_pid: int, proxy: Usage | None, core: str = LOAD_CORE
+) -> Figures:
     """Load the port, and look at the proxy while the window lasts. Raises LoadError."""
     body = BENCH / f"{workload.key}.json"
     body.write_bytes(workload.body())
     numbers = (workload.connections, workload.events, workload.warm_s, seconds)
-    command = ["taskset", "-c", LOAD_CORE, str(BENCH / "load"), str(port), str(body), *map(str, numbers)]
+    command = ["taskset", "-c", core, str(BENCH / "load"), str(port), str(body), *map(str, numbers)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             with contextlib.suppress(EOFError):

@@ -55,7 +55,7 @@ def roles(proxy: Proxy, admin: int) -> dict[int, str]:
 def measure(proxy: Proxy, admin: int, load: Workload, seconds: float, server_pid: int) -> Window:
     """One window."""
     kinds = roles(proxy, admin)
-    usage = _Sampled(kinds)
+    usage = Sampled(kinds)
     figures = run_load(load, proxy.port, seconds, server_pid=server_pid, proxy=usage)
     count = figures["events"] if load.unit == "event" else figures["requests"]
     used: defaultdict[str, float] = defaultdict(float)
@@ -66,7 +66,7 @@ def measure(proxy: Proxy, admin: int, load: Workload, seconds: float, server_pid
     return Window(unit_us, count / figures["seconds"], figures["ttft_ms"]["p50"], figures["latency_ms"]["p50"])
 
 
-class _Sampled(process.Usage):
+class Sampled(process.Usage):
     """Looks at each process apart: at the window's begin and its end."""
 
     def __init__(self, kinds: dict[int, str]) -> None:
@@ -159,7 +159,7 @@ def run(load: Workload, subjects: list[Subject], *, rounds: int, seconds: float)
             proxies = {}
             for number, subject in enumerate(subjects):
                 proxy = subject.start(port, folder / str(number))
-                proxies[subject.name] = proxy, _admin(folder / str(number))
+                proxies[subject.name] = proxy, admin_port(folder / str(number))
                 proxy.warm_up(WORKLOADS[0].body())
                 proxy.pause()
             for index in range(rounds):
@@ -188,7 +188,7 @@ def run(load: Workload, subjects: list[Subject], *, rounds: int, seconds: float)
     return dict(windows)
 
 
-def _admin(folder: Path) -> int:
+def admin_port(folder: Path) -> int:
     """The admin port, from the settings that the proxy got."""
     assert LBPROXY
     line = next(one for one in (folder / "cfg.yaml").read_text().splitlines() if one.startswith("admin"))

@@ -7,6 +7,7 @@ import argparse
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -26,15 +27,17 @@ from benchmarks.routing_real import trial
 from benchmarks.routing_real.cells import CELLS
 from benchmarks.routing_real.pages import Stored, page
 from benchmarks.routing_real.results import Row, read, rejected, row_of
-from benchmarks.routing_real.servers import SERVERS, environment, fleet, prefer
+from benchmarks.routing_real.servers import SERVERS, fleet, on_cpu, prefer, with_gpu
 from benchmarks.routing_real.trial import ATTEMPTS, Task
 from lbproxy import __version__
 from tests.real.environment import Unavailable
 
-PAGE = ROOT / "benchmarks/ROUTING_REAL.md"
-RESULTS = ROOT / "benchmarks/results/routing-real.json"
-STORE = BENCH / "routing-real.jsonl"
+PAGES = {False: ROOT / "benchmarks/ROUTING_REAL.md", True: ROOT / "benchmarks/ROUTING_GPU.md"}
+"""By whether they are of a GPU."""
+NAMES = {False: "routing-real", True: "routing-gpu"}
+RESULTS = ROOT / "benchmarks/results"
 ROUNDS = 5
+CPU_VLLM = "0.32.0"
 PRODUCTION_STACK = "production-stack's router: it has no package (`vllm-router` on PyPI is another project's)"
 
 
@@ -45,6 +48,8 @@ def options() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--cells", nargs="+", metavar="NAME", choices=CELLS, help=f"of {', '.join(CELLS)}")
+    parser.add_argument("--gpu", metavar="VLLM", type=Path, help="on the GPU here, by this `vllm` command; other cells")
+    parser.add_argument("--vllm-options", metavar="WORDS", default="", help="further options of vLLM, with --gpu")
     parser.add_argument("--routers", nargs="+", metavar="WORD", help="only those with one of these in their names")
     parser.add_argument("--rounds", type=int, metavar="N", default=ROUNDS)
     parser.add_argument(
@@ -65,7 +70,7 @@ def measure(tasks: Sequence[Task], args: argparse.Namespace, store: Path) -> lis
     end = time.monotonic() + 60 * args.minutes if args.minutes else float("inf")
     failed: list[str] = []
     prefer(os.getpid())  # and the client with it
-    with fleet(environment(print)) as servers:
+    with fleet(with_gpu(args.gpu, args.vllm_options.split(), print) if args.gpu else on_cpu(print)) as servers:
         for number, task in enumerate(missing, 1):
             print(f"{number}/{len(missing)} {task.cell}, round {task.seed}, {task.router}", flush=True)
             for attempt in range(1, ATTEMPTS + 1):
@@ -118,23 +123,29 @@ def prepare() -> None:
 
 def main() -> None:
     args = options().parse_args()
+    gpu = args.gpu is not None
+    results = RESULTS / f"{NAMES[gpu]}.json"
     whole = not (args.cells or args.routers or args.keep)
     some = [one for one in trial.chosen([]) if not args.routers or any(word in one.name for word in args.routers)]
     outside = [f"{one.name}: {why}" for one in some if (why := one.subject.missing())]
     there = [one for one in some if one.subject.missing() is None]
     if args.render:
-        stored: Stored = orjson.loads(RESULTS.read_bytes())
+        stored: Stored = orjson.loads(results.read_bytes())
     else:
         prepare()
-        store = STORE if whole else STORE.with_suffix(".part.jsonl")
+        store = BENCH / f"{NAMES[gpu]}.jsonl"
+        store = store if whole else store.with_suffix(".part.jsonl")
         if not args.resume:
             store.unlink(missing_ok=True)
         try:
-            tasks = trial.order(args.cells or list(CELLS), args.rounds, [one.name for one in there])
+            cells = args.cells or [name for name, cell in CELLS.items() if cell.gpu == gpu]
+            tasks = trial.order(cells, args.rounds, [one.name for one in there])
             outside = [*outside, PRODUCTION_STACK, *measure(tasks, args, store)]
         except Unavailable as e:
             raise SystemExit(f"the real servers cannot be had here: {e}") from e
         stored = Stored(
+            gpu=gpu_name() if gpu else None,
+            vllm=version_of(args.gpu) if gpu else CPU_VLLM,
             date=f"{datetime.now(UTC):%Y-%m-%d}",
             machine=machine(),
             versions=[described(one) for one in there],
@@ -144,9 +155,24 @@ def main() -> None:
     text = page(stored)
     print(text)
     if whole and not args.render:
-        RESULTS.write_bytes(orjson.dumps(stored, option=orjson.OPT_INDENT_2))
+        results.write_bytes(orjson.dumps(stored, option=orjson.OPT_INDENT_2))
     if whole:
-        PAGE.write_text(text, "utf-8")
+        PAGES[gpu].write_text(text, "utf-8")
+
+
+def gpu_name() -> str:
+    """As its driver calls it."""
+    return _said("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()[0]
+
+
+def version_of(vllm: Path) -> str:
+    """Of an installed vLLM."""
+    code = "from importlib.metadata import version; print(version('vllm'))"
+    return _said(str(vllm.parent / "python"), "-c", code)
+
+
+def _said(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def described(router: Router) -> str:

@@ -6,7 +6,8 @@ response is the recording's, not what the server said. So every router gets the 
 depends on when the response before it ended, as people and tools wait for it (a closed loop): servers that are slower
 are asked less, and never fall behind for ever.
 
-Sizes are for one core: a prompt of 2,000 tokens that is not cached takes it about as long as a GPU one of 50,000.
+Sizes are for one core: a prompt of 2,000 tokens that is not cached takes it about as long as a GPU one of 50,000. Cells
+of a GPU have the same users with longer texts, and more of them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from lbproxy.sim.workloads.workload import ANSWER_IDS, Arrival, Job, lognormal
 SPREAD = 0.5
 """Sigma of the lognormal distributions of lengths."""
 MAX_ANSWER = 64
+"""Or four times the median, if that is more."""
 _HEADS_OF_KIND, _TEXTS_OF_USER = 1 << 10, 1 << 24
 """More than a kind has system prompts, and than a user writes texts: ids are counted from a multiple of these."""
 
@@ -56,6 +58,8 @@ class Cell:
     """Requests before do not count: caches are empty."""
     duration_s: float
     """No request is sent after so long, warm-up included."""
+    gpu: bool = False
+    """For servers on a GPU: no CPU would come to an end."""
 
 
 AGENTS = Kind(
@@ -86,6 +90,53 @@ CELLS: dict[str, Cell] = {
         },
         warm_up_s=8,
         duration_s=34,
+    ),
+    "mixed, GPU": Cell(
+        "agents with a growing context, chat in six apps with a system prompt each, and prompts that come once",
+        {
+            "agents": Kind(
+                users=32,
+                heads=1,
+                head_tokens=6000,
+                turn_tokens=900,
+                answer_tokens=80,
+                turns=12,
+                max_context=16_000,
+                think_s=1.2,
+            ),
+            "chat": Kind(
+                users=48,
+                heads=6,
+                head_tokens=4500,
+                turn_tokens=250,
+                answer_tokens=120,
+                turns=6,
+                max_context=12_000,
+                think_s=5,
+            ),
+            "one-off": Kind(users=6, turn_tokens=2500, answer_tokens=80, turns=1, max_context=12_000, think_s=4),
+        },
+        warm_up_s=8,
+        duration_s=30,
+        gpu=True,
+    ),
+    "system prompts, GPU": Cell(
+        "users of many apps: sixty system prompts, more than one cache holds, and short questions",
+        {
+            "apps": Kind(
+                users=60,
+                heads=60,
+                head_tokens=5000,
+                turn_tokens=300,
+                answer_tokens=60,
+                turns=3,
+                max_context=9000,
+                think_s=4,
+            )
+        },
+        warm_up_s=8,
+        duration_s=30,
+        gpu=True,
     ),
 }
 
@@ -149,7 +200,7 @@ class Recorded:
         assert self._began_at is not None
         who = user.who
         asked = user.write(who.turn_tokens, who.max_context // 2)
-        answer = user.write(who.answer_tokens, MAX_ANSWER)
+        answer = user.write(who.answer_tokens, max(MAX_ANSWER, 4 * who.answer_tokens))
         if user.turns >= who.turns or size((*user.head, *user.said, asked, answer)) > who.max_context:
             user.turns, user.said = 0, []
             user.sessions += 1

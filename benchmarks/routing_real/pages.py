@@ -12,24 +12,31 @@ from benchmarks.http_routing.pages import table
 from benchmarks.http_routing.routers import OURS
 from benchmarks.routing_real.cells import CELLS
 from benchmarks.routing_real.results import MAX_WAITING, Row, believed, comparable
-from benchmarks.routing_real.servers import BLOCK_TOKENS, BLOCKS, SERVERS, SLOTS, STEP_TOKENS
+from benchmarks.routing_real.servers import ON_CPU, ON_GPU, SERVERS
 from lbproxy.sim.figures.report import RESAMPLES, Estimate, percentile
 
 METHOD = """\
-`make bench-routing-real`, {date}, {machine}, vLLM 0.32.0 on CPU: {runs} runs in {minutes:.0f} minutes.
+`{command}`, {date}, {machine}, vLLM {vllm} on {where}: {runs} runs in {minutes:.0f} minutes.
 
-{servers} vLLM servers with a random model of six layers. Each has {slots} slots (`--max-num-seqs`), a prefix cache of
+{servers} vLLM servers with a random model of {shape}. Each has {slots} slots (`--max-num-seqs`), a prefix cache of
 {tokens:,} tokens (blocks of {block}), and computes {step} tokens of prompts in a step. Between runs their caches are
 emptied and the router is started anew; the servers stay. Routers take turns within a round, in an order drawn for each
 round. In a round all of them are asked the same: recorded sessions, in a closed loop. Times are what the client sees;
 hits are of the engines' own counters (`vllm:prefix_cache_hits_total` of `vllm:prefix_cache_queries_total`). The warm-up
 is left out. A figure is the median of the rounds, with a 95 % bootstrap interval.
 
+"""
+TWO_CORES = """\
 **Two cores run everything**: one server and the router on the first, the other server and the client on the second. The
 servers used {least:.0%} to {most:.0%} of them. What a router uses is taken from the servers, and so is what the servers
 use for the metrics that it reads; where engines compute on GPUs it is not. All of them run before other work on the
 machine; runs in which more than {waiting:g} of the servers' threads waited for a core on average were done again. Of
 two servers a random choice finds the right one every second time; in a larger fleet, less often.
+"""
+ONE_GPU = """\
+**The servers share one GPU**, so that the work which a hit saves one of them is time for both; each has cores of its
+own, and so have router and client. Weights are random: speeds are those of a model of this shape, texts mean nothing.
+Of two servers a random choice finds the right one every second time; in a larger fleet, less often.
 """
 Figure = Callable[[Row], float]
 JUDGED: dict[str, tuple[str, int]] = {
@@ -42,8 +49,11 @@ JUDGED: dict[str, tuple[str, int]] = {
 
 
 class Stored(TypedDict):
-    """What `benchmarks/results/routing-real.json` holds."""
+    """What `benchmarks/results/routing-real.json` and `routing-gpu.json` hold."""
 
+    gpu: str | None
+    vllm: str
+    """Its version."""
     date: str
     machine: str
     versions: list[str]
@@ -114,21 +124,24 @@ def about(stored: Stored) -> list[str]:
     rows = stored["runs"]
     busy = sorted(row["servers_cpu_s"] / SERVERS / row["seconds"] for row in rows) or [0.0]
     minutes = sum(row["seconds"] for row in rows) / 60
+    gpu, size = stored["gpu"], ON_GPU if stored["gpu"] else ON_CPU
+    method = METHOD.format(
+        command="python -m benchmarks.routing_real --gpu VLLM" if gpu else "make bench-routing-real",
+        vllm=stored["vllm"],
+        where=f"one {gpu}" if gpu else "CPU",
+        shape="24 of Llama 3 8B's layers" if gpu else "six layers",
+        date=stored["date"],
+        machine=stored["machine"],
+        runs=len(rows),
+        minutes=minutes,
+        servers=SERVERS,
+        slots=size.slots,
+        tokens=size.blocks * size.block_tokens,
+        block=size.block_tokens,
+        step=size.step_tokens,
+    )
     return [
-        METHOD.format(
-            date=stored["date"],
-            machine=stored["machine"],
-            runs=len(rows),
-            minutes=minutes,
-            servers=SERVERS,
-            slots=SLOTS,
-            tokens=BLOCKS * BLOCK_TOKENS,
-            block=BLOCK_TOKENS,
-            step=STEP_TOKENS,
-            least=busy[0],
-            most=busy[-1],
-            waiting=MAX_WAITING,
-        ),
+        method + (ONE_GPU if gpu else TWO_CORES.format(least=busy[0], most=busy[-1], waiting=MAX_WAITING)),
         *(f"- {line}" for line in stored["versions"]),
     ]
 

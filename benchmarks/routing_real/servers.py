@@ -1,44 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vLLM servers of a run: two, one on each core, started once. Between trials their caches are emptied.
+"""The vLLM servers of a run: two, started once. Between trials their caches are emptied.
 
-`fleet` needs what `make test-real` installs (`tests.real.environment`) and makes the model beside it.
+On CPU, each has a core, and `environment` needs what `make test-real` installs (`tests.real.environment`). A GPU they
+share, with half of the cores each; vLLM is installed by whoever has the GPU. The model is made here either way.
 """
 
 from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 
 from benchmarks.http_routing.cells import MODEL
 from benchmarks.http_routing.trial import TrialError
 from benchmarks.overhead.load import ROOT
-from benchmarks.overhead.process import Usage, session
+from benchmarks.overhead.process import CORES, Usage, free_port, session
 from lbproxy.sim.workloads.prompts import Piece, piece_text
 from tests.real.environment import FOLDER, VENV, Environment, command, made, prepare
-from tests.real.servers import LlmServer, sum_of, vllm
+from tests.real.servers import SERVER_ENVIRONMENT, LlmServer, sum_of, vllm
 
 LOGS = FOLDER / "routing-logs"
 SERVERS = 2
 MAKER = "benchmarks.routing_real.model"
-SLOTS = 6
-BLOCK_TOKENS = 32
-BLOCKS = 384
-STEP_TOKENS = 512
-"""Of prompts in one step of the scheduler: a quarter of a second here. With vLLM's default a long prompt would hold up
-every stream for a second and more."""
-OPTIONS = (
-    *("--served-model-name", MODEL, "--max-model-len", "4096", "--max-num-seqs", str(SLOTS)),
-    *("--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", str(BLOCKS)),
-    *("--max-num-batched-tokens", str(STEP_TOKENS)),
-)
+ENV = {"VLLM_SERVER_DEV_MODE": "1"}
+"""For /reset_prefix_cache."""
+
+
+class Size(NamedTuple):
+    """Of each server, in vLLM's own terms."""
+
+    max_model_len: int
+    slots: int
+    """`--max-num-seqs`"""
+    block_tokens: int
+    blocks: int
+    step_tokens: int
+    """Of prompts in one step of the scheduler."""
+
+    def options(self) -> tuple[str, ...]:
+        """vLLM's."""
+        return (
+            *("--served-model-name", MODEL, "--max-model-len", str(self.max_model_len)),
+            *("--max-num-seqs", str(self.slots), "--block-size", str(self.block_tokens)),
+            *("--num-gpu-blocks-override", str(self.blocks), "--max-num-batched-tokens", str(self.step_tokens)),
+        )
+
+
+# A step is a quarter of a second on CPU. With vLLM's default a long prompt would hold up every stream for a second and
+# more.
+ON_CPU = Size(max_model_len=4096, slots=6, block_tokens=32, blocks=384, step_tokens=512)
+# vLLM's own default for the step; two caches that together hold what the users have said, and one does not.
+ON_GPU = Size(max_model_len=20_000, slots=64, block_tokens=16, blocks=10_000, step_tokens=8192)
 IDLE_S = 60.0
-PROBE = piece_text(Piece(3, 3 * BLOCK_TOKENS)).decode()
+PROBE = piece_text(Piece(3, 3 * ON_CPU.block_tokens)).decode()
 """A prompt that is cached after each trial, so that a cache that was not emptied shows."""
 
 
@@ -55,13 +75,42 @@ def environment(say: Callable[[str], None]) -> Environment:
     return replace(found, model=folder)
 
 
+def with_gpu(found: Path, more: Sequence[str], say: Callable[[str], None]) -> list[LlmServer]:
+    """Servers of this vLLM (its command) on this machine's GPU."""
+    folder = FOLDER / "routing-model-gpu"
+    FOLDER.mkdir(exist_ok=True)
+
+    def make() -> None:
+        command(str(found.parent / "python"), "-m", MAKER, str(folder), "gpu", cwd=ROOT)
+
+    sources = [ROOT / "tests/real/model.py", ROOT / "benchmarks/routing_real/model.py"]
+    made(folder, "".join(source.read_text() for source in sources), make, say)
+    (snapshot,) = folder.glob("hub/*/snapshots/*")
+    env = {**SERVER_ENVIRONMENT, **ENV, "VLLM_TARGET_DEVICE": "cuda", "OMP_NUM_THREADS": "4"}
+    options = [*ON_GPU.options(), "--load-format", "dummy", "--gpu-memory-utilization", "0.45", "--enforce-eager"]
+    options += ["--enable-request-id-headers", "--enable-prompt-tokens-details", "--host", "127.0.0.1"]
+    options += more
+    inner = CORES[1:-1]  # the first is the router's, the last the client's
+    servers = []
+    for number in range(SERVERS):
+        own = ",".join(map(str, inner[number::SERVERS] or CORES))
+        port = free_port()
+        line = ["taskset", "-c", own, str(found), "serve", str(snapshot), "--port", str(port), *options]
+        servers.append(LlmServer(f"routing-{number + 1}", line, f"http://127.0.0.1:{port}", env))
+    return servers
+
+
+def on_cpu(say: Callable[[str], None]) -> list[LlmServer]:
+    """Servers of `make test-real`'s vLLM. Raises `tests.real.environment.Unavailable`."""
+    parts, options = environment(say), ON_CPU.options()
+    return [vllm(parts, f"routing-{core + 1}", "", core, *options, env=ENV) for core in range(SERVERS)]
+
+
 @contextmanager
-def fleet(parts: Environment) -> Iterator[list[LlmServer]]:
+def fleet(servers: list[LlmServer]) -> Iterator[list[LlmServer]]:
     """Ready, and warm. Every process is killed at the end."""
     shutil.rmtree(LOGS, ignore_errors=True)
     LOGS.mkdir()
-    env = {"VLLM_SERVER_DEV_MODE": "1"}  # for /reset_prefix_cache
-    servers = [vllm(parts, f"routing-{core + 1}", "", core, *OPTIONS, env=env) for core in range(SERVERS)]
     for server in servers:
         server.log = LOGS / f"{server.name}.log"
     try:

@@ -103,7 +103,7 @@ class Worker:
             await asyncio.sleep(DIAL_S)
         shares = self._shares
         runtime.pulse.listen(lambda _: shares.set(index, None if self._stop.done() else front.open_connections))
-        front.listener.gives_way = self._gives_way
+        front.listener.batch = self._batch
         await plane.accept([socket.socket(fileno=fd) for fd in self._start.descriptors["listen"]])
         plane.front.url = self._start.url
         if not self._start.index:
@@ -131,10 +131,11 @@ class Worker:
         await self._plane.close()
         self._telemetry.close()
 
-    def _gives_way(self) -> bool:
+    def _batch(self, waited: bool) -> int:
         """See net.listening.listener."""
-        self._shares.set(self._start.index, self._plane.front.open_connections)
-        return self._shares.is_ahead(self._start.index)
+        front = self._plane.front
+        self._shares.set(self._start.index, front.open_connections + front.listener.passing)
+        return self._shares.batch(self._start.index, waited=waited)
 
     # The supervisor
 

@@ -21,6 +21,7 @@ from benchmarks.routing_real.cells import CELLS, MAX_ANSWER, Cell, Kind, Recorde
 from benchmarks.routing_real.client import RecordedClient
 from benchmarks.routing_real.pages import Stored, medians, page, ratio
 from benchmarks.routing_real.results import MAX_WAITING, Row, believed, comparable, read, rejected, row_of
+from benchmarks.routing_real.servers import ON_CPU, ON_GPU
 from benchmarks.routing_real.trial import ROUTERS, Task, Trial, chosen, order
 from lbproxy.sim.figures.report import summarise
 from lbproxy.sim.mock.http import MockOptions, MockServer
@@ -71,14 +72,15 @@ def test_sessions_are_recorded_whatever_the_servers_do(name: str) -> None:
 
 @pytest.mark.parametrize("name", CELLS)
 def test_requests_fit_the_servers(name: str) -> None:
-    """A server refuses what is longer than its model's context of 4,096 tokens, and the chat template adds some."""
+    """A server refuses what is longer than its model's context, and the chat template adds some."""
     cell = CELLS[name]
     for job, _ in replayed(cell, 3, random.Random(3)).values():
         who = cell.kinds[job.flow]
         assert size(job.prompt) + job.answer.tokens <= max(
-            who.max_context, who.head_tokens + who.max_context // 2 + MAX_ANSWER
+            who.max_context,
+            who.head_tokens + who.max_context // 2 + max(MAX_ANSWER, 4 * who.answer_tokens),
         )
-        assert size(job.prompt) + job.answer.tokens < 4000
+        assert size(job.prompt) + job.answer.tokens < (ON_GPU if cell.gpu else ON_CPU).max_model_len - 96
         assert kind_of(cell, job.id) == job.flow
 
 
@@ -205,7 +207,14 @@ def test_the_page_tells_who_is_best_and_who_is_missing() -> None:
     runs += [row("smg", seed, 2.0, 0.6) for seed in (1, 2)] + [
         row("nginx least_conn", seed, 0.5, 0.4) for seed in (1, 2)
     ]
-    text = page(Stored(date="today", machine="m", versions=["smg 1: defaults"], outside=["x: none"], runs=runs))
+    about = Stored(
+        gpu=None, vllm="1", date="today", machine="m", versions=["smg 1: defaults"], outside=["x: none"], runs=runs
+    )
+    text = page(about)
+    assert "Two cores run everything" in text
+    on_gpu = page({**about, "gpu": "A card"})
+    assert "vLLM 1 on one A card" in on_gpu
+    assert "share one GPU" in on_gpu
     assert "| mixed | 2.00x [2.00, 2.00] (nginx least_conn) |" in text
     assert "1.33x [1.33, 1.33] (smg) |\n" in text
     assert "- smg 1: defaults" in text

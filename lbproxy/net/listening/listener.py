@@ -98,9 +98,9 @@ class Listener:
         self._accepting: dict[asyncio.Task[None], float | None] = {}
         """Of each connection without a protocol: since when its first byte is awaited, if it is."""
         self._tls: ssl.SSLContext | None = None
-        self.gives_way: Callable[[], bool] | None = None
-        """If other processes accept from the same sockets: whether they should accept first. Then one connection is
-        accepted in a turn, as the process that wakes up first would take them all."""
+        self.batch: Callable[[bool], int] | None = None
+        """If other processes accept from the same sockets: how many to accept in this turn, as the process that wakes
+        up first would take them all; 0: others first. True: they have had `GIVE_WAY_S` for that."""
         self.sockets: Sequence[socket.socket] = ()
         self.refused = {CONNECTIONS: 0, DESCRIPTORS: 0}
         """Connections closed here, by what was lacking."""
@@ -159,21 +159,20 @@ class Listener:
         self.sockets, self._spares, self._resume = (), [], None
 
     def _accept(self, sock: socket.socket) -> None:
-        batch = BATCH
-        if self.gives_way is not None:
-            if self.gives_way():
-                self._stop_accepting()
-                self._resume = self._loop.call_later(GIVE_WAY_S, self._accept_after_others)
-                return
-            batch = 1
-        self._accept_some(sock, batch)
+        batch = BATCH if self.batch is None else self.batch(False)
+        if batch:
+            self._accept_some(sock, min(batch, BATCH))
+        else:
+            self._stop_accepting()
+            self._resume = self._loop.call_later(GIVE_WAY_S, self._accept_after_others)
 
     def _accept_after_others(self) -> None:
         """They had the time to. What is left is ours."""
         self._resume = None
+        assert self.batch is not None
         for sock in self.sockets:
             self._loop.add_reader(sock, self._accept, sock)
-            self._accept_some(sock, 1)
+            self._accept_some(sock, min(self.batch(True), BATCH))
 
     def _accept_some(self, sock: socket.socket, batch: int) -> None:
         for _ in range(batch):

@@ -91,6 +91,27 @@ def test_a_burst_is_served_and_latency_is_not_traded_for_it(plain: bool) -> None
     run(main(), plain=plain)
 
 
+def test_of_a_burst_others_get_their_share_and_what_they_leave_is_accepted() -> None:
+    """Where processes share the sockets, a turn accepts as many as it is told to, and then others have a moment."""
+
+    async def main() -> None:
+        asked: list[bool] = []
+
+        def batch(waited: bool) -> int:
+            asked.append(waited)
+            return 3 if waited or len(asked) == 1 else 0
+
+        async with Rig() as it:
+            it.listener.batch = batch
+            it.prepare(10)
+            it.connect(it.clients)
+            await until(lambda: len(it.served) == 10, "all were accepted")
+        assert asked[:3] == [False, False, True], "three at once, then others first, then what they left"
+        assert asked.count(True) == 3
+
+    run(main())
+
+
 def test_who_is_one_too_many_is_told_so_and_room_is_found_again() -> None:
     async def main() -> None:
         async with Rig(most=2) as it:
