@@ -171,7 +171,7 @@ def tables(windows: Sequence[Window]) -> str:
         paced = load.unit == "event"
         heads = ["cores for lbproxy", f"{load.unit}s/s", "x one process"]
         heads += ["asked for"] if paced else []
-        heads += ["busiest worker", "balancer process"]
+        heads += [f"us of CPU for each {load.unit}", "busiest worker", "balancer process"]
         heads.append("event later by, p50 and p99" if paced else TIMES[load.kind])
         rows = []
         counts = sorted({one.workers for one in of_load})
@@ -181,6 +181,8 @@ def tables(windows: Sequence[Window]) -> str:
             rate = _middle([one.per_s for one in mine])
             row = ["one process" if count == 1 else f"{count} workers", f"{rate:,.0f}", f"{rate / base:.2f}"]
             row += [f"{mine[0].asked_per_s:,.0f}"] if paced else []
+            costs = {name: _middle([one.unit_us[name] for one in mine]) for name in mine[0].unit_us}
+            row.append(f"{costs['process']:.1f}" if count == 1 else f"{costs['worker']:.1f} + {costs['balancer']:.1f}")
             kind = "process" if count == 1 else "worker"
             row.append(f"{_middle([one.busy[kind] for one in mine]):.0%}")
             row.append("" if count == 1 else f"{_middle([one.busy['balancer'] for one in mine]):.0%}")
