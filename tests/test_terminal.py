@@ -7,9 +7,12 @@ import io
 import json
 import os
 import pty
+import queue
 import re
 import select
+import signal
 import subprocess
+import threading
 import time
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
@@ -24,7 +27,7 @@ from rich.console import Console
 
 from lbproxy.cli import _parser, main
 from lbproxy.config import addresses
-from lbproxy.terminal import commands
+from lbproxy.terminal import commands, top
 from lbproxy.terminal.client import AdminClient, AdminError
 from lbproxy.terminal.tables import decisions, explanation, fleet, offer, replicas, summary, transitions
 from lbproxy.terminal.top import picture
@@ -486,6 +489,27 @@ def test_every_command_takes_both_forms() -> None:
         assert both[0] == both[1]
         default = _parser().parse_args(words).admin
         assert default == (addresses.ADMIN if words == ["demo"] else f"http://{addresses.ADMIN}")
+
+
+def test_q_ends_it_even_if_a_library_loses_the_first_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it can, in the midst of its clean-up: an exception there is printed and forgotten."""
+    monkeypatch.setattr(top, "AGAIN_S", 0.01)
+    ours, theirs = os.pipe()
+    over, interrupts = threading.Event(), queue.SimpleQueue[int]()
+    before = signal.signal(signal.SIGINT, lambda number, _: interrupts.put(number))
+    try:
+        os.write(theirs, b"xq")
+        watch = threading.Thread(target=top._watch_keys, args=(ours, over), daemon=True)
+        watch.start()
+        assert [interrupts.get(timeout=30) for _ in range(2)] == [signal.SIGINT] * 2
+        over.set()
+        watch.join(30)
+        assert not watch.is_alive()
+    finally:
+        over.set()
+        signal.signal(signal.SIGINT, before)
+        os.close(ours)
+        os.close(theirs)
 
 
 # --- A running one ----------------------------------------------------------------------------------------------------

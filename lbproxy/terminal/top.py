@@ -38,8 +38,11 @@ def top(client: AdminClient, console: Console, *, frames: int | None = None) -> 
         frames = 1
     state = client.get("state") | {"history": client.get("history")["points"], "decisions": []}
     screen = Live(console=console, screen=console.is_terminal, auto_refresh=False)
-    with _quits_on_q(), screen as live, contextlib.suppress(KeyboardInterrupt):
-        _follow(client, partial(live.update, refresh=True), console, state, frames)
+    with _quits_on_q() as over, screen as live, contextlib.suppress(KeyboardInterrupt):
+        try:
+            _follow(client, partial(live.update, refresh=True), console, state, frames)
+        finally:
+            over.set()
     return 0
 
 
@@ -78,28 +81,32 @@ def picture(state: Fields, *, height: int, lost: str | None = None) -> Group:
 
 
 @contextlib.contextmanager
-def _quits_on_q() -> Iterator[None]:
-    """While it lasts, `q` is as good as Ctrl-C, if there is a keyboard."""
+def _quits_on_q() -> Iterator[threading.Event]:
+    """Until what it yields is set, `q` is as good as Ctrl-C, if there is a keyboard."""
+    over = threading.Event()
     try:
         import termios  # noqa: PLC0415 - not on every platform
         import tty  # noqa: PLC0415
     except ImportError:
-        yield
+        yield over
         return
     if not sys.stdin.isatty():
-        yield
+        yield over
         return
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     tty.setcbreak(descriptor)
-    threading.Thread(target=_watch_keys, args=(descriptor,), daemon=True).start()
+    threading.Thread(target=_watch_keys, args=(descriptor, over), daemon=True).start()
     try:
-        yield
+        yield over
     finally:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
-def _watch_keys(descriptor: int) -> None:
+def _watch_keys(descriptor: int, over: threading.Event) -> None:
     while (key := os.read(descriptor, 1)) not in (b"q", b""):
         del key
-    os.kill(os.getpid(), signal.SIGINT)
+    # Again if need be: in the midst of a library's clean-up the exception of a signal is lost.
+    while not over.is_set():
+        os.kill(os.getpid(), signal.SIGINT)
+        over.wait(AGAIN_S)
