@@ -39,7 +39,7 @@ token, E2E the whole request, TPOT the time per output token; goodput is the sha
 TPOT within 50 ms, hits the share of prompt tokens from a prefix cache, imbalance the busiest server's requests in
 flight over the mean, queued the time in the balancer. Best first, by mean TTFT; the last column compares it with
 adaptive's, paired over seeds, with a 95 % bootstrap interval. Policies that have not run with all seeds are not there.
-[docs/benchmarks.md](../docs/benchmarks.md#coding-agents) says what the load levels mean, and why three seeds tell close
+[docs/benchmarks.md](../docs/benchmarks.md#coding-agents) says what the load levels mean, and why few seeds tell close
 policies apart only where the interval does.
 """
 
