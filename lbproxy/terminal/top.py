@@ -38,11 +38,8 @@ def top(client: AdminClient, console: Console, *, frames: int | None = None) -> 
         frames = 1
     state = client.get("state") | {"history": client.get("history")["points"], "decisions": []}
     screen = Live(console=console, screen=console.is_terminal, auto_refresh=False)
-    with _quits_on_q() as over, screen as live, contextlib.suppress(KeyboardInterrupt):
-        try:
-            _follow(client, partial(live.update, refresh=True), console, state, frames)
-        finally:
-            over.set()
+    with _quits_on_q(), screen as live, contextlib.suppress(KeyboardInterrupt):
+        _follow(client, partial(live.update, refresh=True), console, state, frames)
     return 0
 
 
@@ -81,32 +78,31 @@ def picture(state: Fields, *, height: int, lost: str | None = None) -> Group:
 
 
 @contextlib.contextmanager
-def _quits_on_q() -> Iterator[threading.Event]:
-    """Until what it yields is set, `q` is as good as Ctrl-C, if there is a keyboard."""
-    over = threading.Event()
+def _quits_on_q() -> Iterator[None]:
+    """While it lasts, `q` is as good as Ctrl-C, if there is a keyboard."""
     try:
         import termios  # noqa: PLC0415 - not on every platform
         import tty  # noqa: PLC0415
     except ImportError:
-        yield over
+        yield
         return
     if not sys.stdin.isatty():
-        yield over
+        yield
         return
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
+    # A script that starts it in the background has the signal ignored.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     tty.setcbreak(descriptor)
-    threading.Thread(target=_watch_keys, args=(descriptor, over), daemon=True).start()
+    threading.Thread(target=_watch_keys, args=(descriptor,), daemon=True).start()
     try:
-        yield over
+        yield
     finally:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+        signal.signal(signal.SIGINT, handler)
 
 
-def _watch_keys(descriptor: int, over: threading.Event) -> None:
+def _watch_keys(descriptor: int) -> None:
     while (key := os.read(descriptor, 1)) not in (b"q", b""):
         del key
-    # Again if need be: in the midst of a library's clean-up the exception of a signal is lost.
-    while not over.is_set():
-        os.kill(os.getpid(), signal.SIGINT)
-        over.wait(AGAIN_S)
+    os.kill(os.getpid(), signal.SIGINT)
