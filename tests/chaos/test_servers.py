@@ -39,6 +39,7 @@ def test_t01_one_of_four_is_killed(rig: Rig) -> None:
                 before = proxy.answered(victim)
                 back_s = wait(lambda: proxy.up(victim), "it is up again")
                 served_s = wait(lambda: proxy.answered(victim) > before, "it serves again", 60)
+                case.figure("of it until it served, s", served_s)
                 case.time("back after", back_s + served_s - 1.0, at_most=2.0)  # a request takes 1 s
             else:
                 time.sleep(2.0)

@@ -358,6 +358,8 @@ class LoadModel:
         """The endpoint lost what it had cached and loaded. `inferred`: only missing cached tokens showed it."""
         self.kv.renew(inferred=inferred)
         self.adapters.forget()
+        if not inferred:
+            self.speed.renew()
         if self.kv.is_restored:
             self._discard_restored()
 

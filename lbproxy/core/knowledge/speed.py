@@ -73,6 +73,19 @@ class Speed:
         self._gaps = Gaps(pool.gaps)
         self.samples, self._reports = Samples(), 0
 
+    def renew(self) -> None:
+        """Another engine process serves there now: its fixed time and gaps are the pool's until they are measured.
+
+        Else an endpoint that was slow before it died gets no short prompts for `OWN_S`, although it is idle. The
+        prefill speed stays, as it is the hardware's.
+        """
+        pool = self._pool
+        self.base_ms, self.base_until = pool.base_ms, -NEVER
+        self._group = []
+        self.gap_ms, self.gap_per_token_ms, self.gap_until = pool.gap_ms, pool.gap_per_token_ms, -NEVER
+        self.mean_gap_ms = pool.gap_ms
+        self._gaps = Gaps(pool.gaps)
+
     def save(self, now: float) -> dict[str, dict[str, float]]:
         """What was learned, for `restore`."""
         own = {"ln_factor": self.ln_factor, "base_ms": self.base_ms, "base_for_s": max(0.0, self.base_until - now)}

@@ -82,6 +82,25 @@ def test_one_that_says_when_it_was_started_is_believed() -> None:
         assert (ask(balancer, "a", 5.0) == 0.0) is is_empty
 
 
+@pytest.mark.parametrize("refused", [True, False])
+def test_a_new_process_gets_requests_though_the_one_before_it_was_slow_to_begin(refused: bool) -> None:
+    """It waited idle until what its predecessor had shown was half a minute old, while others had all requests."""
+    balancer, endpoints = pool_of(4, policy="adaptive")
+    slow = endpoints[0]
+    for n in range(400):
+        ticket = balancer.submit(InferenceRequest("r", MODEL, True, 40, 40), now=n / 40)
+        assert ticket.placed_on is not None
+        took = 0.4 if ticket.placed_on.endpoint is slow else 0.02
+        balancer.first_byte(ticket, now=n / 40 + took)
+        balancer.close(ticket, Outcome.COMPLETED, now=n / 40 + took)
+    for ok in (False, False, False, True, True):
+        balancer.report_health(slow.uid, ok, "", now=12.0, refused=refused and not ok)
+    asked = [balancer.submit(InferenceRequest("r", MODEL, True, 40, 40), now=12.5) for _ in range(8)]
+    found = [ticket.placed_on.endpoint for ticket in asked if ticket.placed_on is not None]
+    assert len(found) == 8
+    assert (slow in found) is refused
+
+
 TEXTS = "abcdefghij"
 
 

@@ -442,6 +442,29 @@ def test_a_fixed_time_of_its_own_is_believed_for_a_while_and_then_tried_again() 
     assert slow.speed.base_until == pytest.approx(199.1 + 30.0, abs=2.0)
 
 
+def test_another_process_is_not_as_slow_as_the_one_before_it() -> None:
+    """One that was slow before it was killed got no short prompts for half a minute, though it was idle."""
+    pool = PoolModel(KIB)
+    usual, slow = LoadModel(pool), LoadModel(pool)
+    for n in range(40):
+        for load, took, gap_s in ((usual, 0.01, 0.02), (usual, 0.01, 0.02), (slow, 0.1, 0.06)):
+            stream = load.place(prompt(100), n)
+            load.first_byte(stream, n + took)
+            for k in range(20):
+                load.progress(stream, 1, n + took + gap_s * (k + 1))
+            load.end(stream, None, n + took + 20 * gap_s)
+    factor = slow.speed.factor
+    assert slow.speed.base_until > 60.0
+    assert slow.speed.gap_until > 60.0
+    slow.restarted(inferred=True)
+    assert slow.speed.gap_until > 60.0, "missing cached tokens do not show another process"
+    slow.restarted()
+    assert max(slow.speed.base_until, slow.speed.gap_until) < 0.0
+    assert slow.speed.first_byte_ms(0.0, 0.0, 40.0) == pool.base_ms
+    assert slow.speed.mean_gap_ms == pool.gap_ms
+    assert slow.speed.factor == factor, "how fast it computes prompts is the hardware's"
+
+
 def test_bytes_per_token_come_from_usage() -> None:
     pool = PoolModel(KIB)
     load = LoadModel(pool)
