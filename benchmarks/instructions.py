@@ -5,7 +5,8 @@
 installed, with metrics, decisions kept and the access log, but between transports that lead nowhere: no sockets, no
 kernel, no event loop. So it says what a change of our code saves, and nothing about system calls. The clock goes on as
 if some 10,000 requests came a second. Loads: `1k` and `32k` are requests with a whole answer, `sse` is one event of a
-stream, `stream` a request whose answer has ten.
+stream, `stream` a request whose answer has ten, and `worker` is what the balancer process does for a 1 KB request of a
+worker process.
 
 `--part lbproxy.core.policies.adaptive:Adaptive.price` counts only what happens within that function, with all that it
 calls. `--functions` says in which functions the instructions are. `--checkout PATH` runs the lbproxy of another
@@ -36,6 +37,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypedDict
 
+import msgspec
 import uvloop
 
 from lbproxy import process
@@ -43,18 +45,27 @@ from lbproxy.app import Proxy
 from lbproxy.config.parse import parse
 from lbproxy.control.telemetry import access_line as line
 from lbproxy.core.engines.load_metrics import LoadMetrics
+from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.requests.openai import ModelCard
-from lbproxy.data_plane import DataPlane
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.prompt_keys import hash_prompt
+from lbproxy.core.requests.request import InferenceRequest, Usage
+from lbproxy.data_plane import DataPlane, Parts
 from lbproxy.net.connections.pool import Connection
 from lbproxy.net.dialing.origin import Origin
 from lbproxy.net.listening.notify import Notifier
+from lbproxy.processes.plane import WorkersPlane
 from lbproxy.proxy.front.server import FrontEnd
+from lbproxy.runtime import Runtime
+from lbproxy.workers import messages as m
+from lbproxy.workers.contents import request_fields, served
+from lbproxy.workers.server import Session
 
 ROOT = Path(__file__).parents[1]
-LOADS = ("1k", "32k", "sse", "stream")
+LOADS = ("1k", "32k", "sse", "stream", "worker")
 LIBRARY = ROOT / ".bench/valgrind.so"
 RECORDED = Path(__file__).with_name("instructions.json")
-GUARDED = ("1k", "32k", "sse")
+GUARDED = ("1k", "32k", "sse", "worker")
 """The loads of which a test allows no more than `WORSE` times what is recorded."""
 WORSE = 1.03
 SHOWN = 60
@@ -124,6 +135,14 @@ def _front(proxy: Proxy) -> FrontEnd:
     return plane.front
 
 
+def _set_clocks(runtime: Runtime) -> None:
+    """Those of the event loop and of the log."""
+    clock = itertools.count(runtime.now(), 1.0 / READS_A_SECOND)
+    runtime.now = lambda: next(clock)
+    wall = itertools.count(time.time(), 10.0 / READS_A_SECOND)
+    vars(line)["time"] = SimpleNamespace(**{**vars(time), "time": lambda: next(wall)})
+
+
 class Wiring:
     """A client's connection, so many endpoints, and all of lbproxy between them."""
 
@@ -144,10 +163,7 @@ class Wiring:
                 connection.connection_made(Nowhere())
                 proxy.connections.keep(connection, idle=True)
                 self.connections.append(connection)
-        self.clock = itertools.count(runtime.now(), 1.0 / READS_A_SECOND)
-        runtime.now = lambda: next(self.clock)
-        wall = itertools.count(time.time(), 10.0 / READS_A_SECOND)
-        vars(line)["time"] = SimpleNamespace(**{**vars(time), "time": lambda: next(wall)})
+        _set_clocks(runtime)
         self.client, self.transport = _front(proxy)(), Nowhere()
         self.client.connection_made(self.transport)
         self.client.address = "127.0.0.1"
@@ -197,16 +213,78 @@ def streams(wiring: Wiring, sent: bytes, rounds: int) -> None:
         wiring.turn()
 
 
+class Balancing:
+    """A link to a worker, and all of the balancer process behind it."""
+
+    def __init__(self, policy: str, endpoints: int, more: str = "") -> None:
+        urls = "\n".join(f"  - http://127.0.0.1:{port}" for port in range(1, endpoints + 1))
+        settings = parse(f"{more}\nrouting: {{policy: {policy}}}\nendpoints:\n{urls}", environ={})
+        self.proxy = proxy = Proxy(settings, Notifier.from_environment({}), self._make_plane)
+        runtime = proxy.runtime
+        for endpoint in runtime.set_endpoints(proxy.discovery.endpoints()).added:
+            runtime.report_models(endpoint.uid, [ModelCard("m", b'{"id":"m"}')])
+            runtime.report_health(endpoint.uid, True, "")
+            fresh = LoadMetrics(scraped_at=runtime.now() + 3600, waiting=0.0, running=0.0, kv_utilization=0.1)
+            runtime.report_scrape(endpoint.uid, fresh)
+        _set_clocks(runtime)
+        self.session, self.transport = Session(self.server), Nowhere()
+        self.session.link.connection_made(self.transport)
+        self.hears(_frame(m.Hello(0, 1)))
+        self.server.ready()
+        self.frames = iter([_frames(number) for number in range(WARM + COUNTED)])
+
+    def _make_plane(self, parts: Parts) -> WorkersPlane:
+        plane = WorkersPlane(parts, "", "")
+        self.server = plane.server
+        return plane
+
+    def hears(self, frame: bytes) -> None:
+        """What a worker sends in one turn of its loop; and the turn here."""
+        self.session.link.data_received(frame)
+        self.session.link.flush()
+        self.proxy.runtime.hand_out()
+
+    def ask(self, rounds: int) -> None:
+        """Requests, one after the other, with the records that workers write of them."""
+        for submitted, ended in itertools.islice(self.frames, rounds):
+            self.hears(submitted)
+            self.hears(ended)
+
+
+def _frame(*messages: m.Message) -> bytes:
+    """As a worker sends them."""
+    packed = msgspec.msgpack.encode(messages)
+    return len(packed).to_bytes(4, "little") + packed
+
+
+def _frames(number: int) -> tuple[bytes, bytes]:
+    """What a worker sends about a request: when it comes, and when its response is complete and sent to its client."""
+    name, path, usage, began = f"{number:032x}", "/v1/chat/completions", Usage(250, None, 6), 1.0 + number
+    asked = "POST", path, "127.0.0.1"
+    keys = hash_prompt(b"a word or " * 96, model="m")
+    request = request_fields(InferenceRequest(name, "m", False, 1040, 960, tuple(keys)))
+    record = RequestRecord(name, *asked, began)
+    record.number, record.route, record.model, record.endpoint = number, path, "m", "127.0.0.1:1"
+    record.status, record.outcome, record.usage, record.attempts = 200, Outcome.COMPLETED, usage, 1
+    record.request_bytes, record.response_bytes, record.flow = 1040, len(ANSWER), "anonymous"
+    record.placed_at = record.first_byte_at = record.ended_at = began
+    answered = m.Answered(number, m.OUTCOME_NUMBERS[Outcome.COMPLETED], usage, True)
+    submit = m.Submit(number, request, (), None, False, None, *asked, path, None, began)
+    return _frame(submit), _frame(served(record, answered))
+
+
 async def count(load: str, policy: str, endpoints: int, part: str | None, more: str) -> None:
     """One load, under valgrind."""
     library = ctypes.CDLL(str(LIBRARY))
-    wiring = Wiring(policy, endpoints, more)
-    if load == "sse":
+    wiring = (Balancing if load == "worker" else Wiring)(policy, endpoints, more)
+    if isinstance(wiring, Balancing):
+        run: Callable[[int], None] = wiring.ask
+    elif load == "sse":
         wiring.client.data_received(request(1000, stream=True))
         wiring.turn()
         connection = wiring.answering()
         connection.data_received(STREAM + EVENT)
-        run: Callable[[int], None] = functools.partial(events, wiring, connection)
+        run = functools.partial(events, wiring, connection)
     elif load == "stream":
         run = functools.partial(streams, wiring, request(960, stream=True))
     else:
@@ -223,7 +301,7 @@ async def count(load: str, policy: str, endpoints: int, part: str | None, more: 
         library.toggle()
     library.stop()
     last = wiring.transport.last
-    assert (b"data: {" if load == "sse" else b"[DONE]" if load == "stream" else b'"usage"') in last
+    assert load == "worker" or {"sse": b"data: {", "stream": b"[DONE]"}.get(load, b'"usage"') in last
     ended = wiring.proxy.telemetry.totals().requests
     assert load == "sse" or ended == WARM + COUNTED, f"{ended} requests ended"
     sys.stdout.flush()

@@ -74,7 +74,7 @@ CELLS: dict[str, Cell] = {
         {"warm_up_s": 20, "step_s": 20},
     ),
     "mooncake": Cell(
-        "Mooncake's conversations, 1.28 requests/s and server (as x1.5 on eight)",
+        "Mooncake's conversations, 0.64 requests/s and server (as x1.5 on eight)",
         "mooncake",
         3,
         {"speedup": 1, "duration_s": 80},
@@ -83,7 +83,7 @@ CELLS: dict[str, Cell] = {
         warm_up_s=30,
     ),
     "mooncake, saturated": Cell(
-        "Mooncake's conversations, 1.7 requests/s and server (as x2 on eight)",
+        "Mooncake's conversations, 0.85 requests/s and server (as x2 on eight)",
         "mooncake",
         4,
         {"speedup": 1, "duration_s": 150},

@@ -8,7 +8,8 @@ from typing import cast
 from lbproxy.core.endpoints.credentials import ApiKey, Proxy, Tls
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
 from lbproxy.core.engines.handover import Handover, Role
-from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.observed.record import MAX_PATH_CHARS, RequestRecord
+from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.workers import messages as m
 
@@ -102,6 +103,55 @@ def fill(record: RequestRecord, end: m.Ended) -> RequestRecord:
     record.ended_at = end.ended_at
     record.trace_id = end.trace_id
     return record
+
+
+def is_plain(record: RequestRecord) -> bool:
+    """Whether `served` says all that the balancer process does not know of a record: one attempt, and nothing else."""
+    return (
+        record.attempts == 1
+        and record.error is None
+        and record.trace is None
+        and record.alias is None
+        and record.prefill is None
+        and record.tier == 1
+        and record.overflow is None
+        and not record.failed
+        and not record.first_legs
+        and len(record.path) < MAX_PATH_CHARS  # else it may have been cut
+    )
+
+
+def served(record: RequestRecord, answered: m.Answered | None) -> m.Served:
+    """The message about a plain record. `answered`: a message about it that leaves at the same time, and needs not."""
+    return m.Served(
+        record.number,
+        answered is not None,
+        answered is not None and answered.began,
+        (
+            m.OUTCOME_NUMBERS[record.outcome],
+            record.endpoint,
+            record.status,
+            record.request_bytes,
+            record.response_bytes,
+            record.events,
+            record.usage,
+            record.queue_s,
+            record.placed_at,
+            record.first_byte_at,
+            record.ended_at,
+        ),
+    )
+
+
+def fill_plain(record: RequestRecord, what: m.ServedFields) -> Outcome:
+    """Write what a worker noted into a plain record that the balancer process began. Returns its outcome."""
+    (
+        number, record.endpoint, record.status, record.request_bytes, record.response_bytes, record.events, usage,
+        record.queue_s, record.placed_at, record.first_byte_at, record.ended_at,
+    ) = what  # fmt: skip
+    record.attempts, record.usage = 1, read_usage(usage)
+    record.outcome = outcome = m.OUTCOMES[number]
+    return outcome
 
 
 def member(endpoint: Endpoint, health: str, handover: Handover, *, draining: bool, dormant: str = "") -> m.Member:

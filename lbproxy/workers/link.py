@@ -69,6 +69,15 @@ class Link(Generic[Received]):
             self._loop.call_soon(self.flush)
         unsent.append(message)
 
+    @property
+    def last(self) -> msgspec.Struct | None:
+        """The last message that is to be sent at the end of this turn."""
+        return self._unsent[-1] if self._unsent else None
+
+    def take_back(self) -> None:
+        """Do not send the last message: another one says it, too."""
+        self._unsent.pop()
+
     def flush(self) -> None:
         """Send now what is to be sent."""
         unsent, self._unsent = self._unsent, []

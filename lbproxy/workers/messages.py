@@ -22,6 +22,11 @@ RequestFields: TypeAlias = tuple[
     str | None, bool, bool, bool, bool, bool, int, int, int,
 ]  # fmt: skip
 """The fields of an InferenceRequest."""
+ServedFields: TypeAlias = tuple[
+    int, str | None, int, int, int, int, Fields | None, float, float | None, float | None, float,
+]  # fmt: skip
+"""Of a record: outcome (by its number), endpoint, status, request_bytes, response_bytes, events, usage, queue_s,
+placed_at, first_byte_at, ended_at."""
 OUTCOMES: Final = tuple(Outcome)
 OUTCOME_NUMBERS: Final = {outcome: number for number, outcome in enumerate(OUTCOMES)}
 
@@ -220,6 +225,19 @@ class Adopted(Message, tag=15):
     """The reply to `Settle`: its settings are in force in this worker, or it keeps its old ones and has logged why."""
 
 
+class Served(Message, tag=16):
+    """A request is over that its first attempt served. It stands for `Ended`, and has only what the balancer process
+    does not know from `Submit` and its own placement: a fifth of the cost at both ends, for nearly all requests.
+    """
+
+    number: int
+    closes: bool
+    """It stands for `Answered`, too, which was to leave at the same time."""
+    began: bool
+    """See `Answered`."""
+    what: ServedFields
+
+
 # --- To a worker ------------------------------------------------------------------------------------------------------
 
 
@@ -352,5 +370,6 @@ FromWorker: TypeAlias = (
     | RefreshModels
     | Beat
     | Adopted
+    | Served
 )
 ToWorker: TypeAlias = Welcome | Placed | Refused | Stranded | Members | Models | Remember | Refreshed | Settle | Pong

@@ -480,6 +480,7 @@ class RemoteRuntime(RequestRuntime):
         assert self._link is not None
         self.known.block_bytes = message.block_bytes
         self._welcomed = True
+        self._reports.known_from = self._last_number + 1
         for one in self._open.values():
             ticket = one.ticket
             if ticket.placed_on is None:

@@ -11,7 +11,7 @@ from typing import Final
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.observed.sink import Sink
 from lbproxy.workers import messages as m
-from lbproxy.workers.contents import message_of
+from lbproxy.workers.contents import is_plain, message_of, served
 from lbproxy.workers.link import Link
 
 MAX_UNSENT: Final = 50_000
@@ -30,18 +30,32 @@ class Reports:
         self._ended: list[RequestRecord] = []
         self.progress: dict[int, int] = {}
         """Tokens by number, to be sent soon."""
+        self.known_from = 0
+        """Requests with this number and higher ones were submitted to the balancer process that there is now."""
 
     def emit(self, record: RequestRecord, link: Link[m.ToWorker] | None) -> None:
         """A request is over. Without a link its record waits for one."""
-        message = message_of(record)
         if link is None:
-            self._unsent.append(message)
+            self._unsent.append(message_of(record))
+        elif record.number >= self.known_from and is_plain(record):
+            link.send(served(record, self._take_answered(record, link)))
         else:
-            link.send(message)
+            link.send(message_of(record))
         if self._sinks:
             self._ended.append(record)
             if len(self._ended) == 1:
                 self._loop.call_soon(self.hand_out)
+
+    @staticmethod
+    def _take_answered(record: RequestRecord, link: Link[m.ToWorker]) -> m.Answered | None:
+        """The message that its attempt ended, if that is about to be sent and says nothing else than the record."""
+        last = link.last
+        if not isinstance(last, m.Answered) or last.number != record.number:
+            return None
+        if last.outcome != m.OUTCOME_NUMBERS[record.outcome] or last.usage is not record.usage:
+            return None
+        link.take_back()
+        return last
 
     def send(self, link: Link[m.ToWorker]) -> None:
         """Send what waits."""

@@ -26,7 +26,7 @@ from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.retry import FailureKind, UpstreamError, Verdict
 from lbproxy.runtime import Runtime
 from lbproxy.workers import messages as m
-from lbproxy.workers.contents import fill, member, read_request, read_usage, request_fields
+from lbproxy.workers.contents import fill, fill_plain, member, read_request, read_usage, request_fields
 from lbproxy.workers.link import Link
 
 logger = logging.getLogger("lbproxy")
@@ -35,6 +35,7 @@ TELL_EVERY_S: Final = 0.05
 """How soon workers learn that an endpoint changed, unless a request is placed there before."""
 SETTLE_S: Final = 5.0
 """How long a reload waits for workers: they read files, and may be busy."""
+NOBODY: Final[frozenset[EndpointUid]] = frozenset()
 NO_BEAT: Final = m.Beat(0, 0, 0, 0.0, (), None, None, 0, 0, None, {}, 0, {}, 0, 0, 0, 0, (), True, {})
 """Of a worker that has not sent one yet."""
 
@@ -81,6 +82,7 @@ class Session:
             m.Stores: self._on_stores,
             m.Load: self._on_load,
             m.Ended: self._on_ended,
+            m.Served: self._on_served,
             m.Running: self._on_running,
             m.DoubtModels: self._on_doubt_models,
             m.RefreshModels: self._on_refresh_models,
@@ -143,7 +145,7 @@ class Session:
         ticket = runtime.submit(
             request,
             job.record,
-            frozenset(EndpointUid(uid) for uid in message.avoid),
+            NOBODY if not message.avoid else frozenset(EndpointUid(uid) for uid in message.avoid),
             lambda ticket: self._settled(job, ticket),
             None if message.suspect is None else EndpointUid(message.suspect),
             message.again,
@@ -171,10 +173,20 @@ class Session:
         self._server.tell()  # by this the worker judges what follows a failure
         placed_at, waited = ticket.placed_at, ticket.placed_at > ticket.submitted_at
         first = ticket.prefill
-        legs = ticket.request.leg, 0 if first is None else first.placed_state.endpoint.uid
-        what = placed_at, waited, state.asks_load, prompt_tokens, explanation, *legs
-        overflow = None if ticket.overflow is None else ticket.overflow.value
-        self.link.send(m.Placed(job.number, state.endpoint.uid, *what, overflow))
+        self.link.send(
+            m.Placed(
+                job.number,
+                state.endpoint.uid,
+                placed_at,
+                waited,
+                state.asks_load,
+                prompt_tokens,
+                explanation,
+                ticket.request.leg,
+                0 if first is None else first.placed_state.endpoint.uid,
+                None if ticket.overflow is None else ticket.overflow.value,
+            )
+        )
 
     def _refused(self, job: _Job, ticket: Ticket) -> None:
         assert ticket.outcome is not None
@@ -253,6 +265,19 @@ class Session:
             if ticket is not None and ticket.state is not TicketState.CLOSED:  # only after a defect
                 self._runtime.close(ticket, m.OUTCOMES[message.outcome])
         self._runtime.emit(fill(record, message))
+
+    def _on_served(self, message: m.Served) -> None:
+        job = self.jobs.pop(message.number, None)
+        if job is None:
+            return
+        runtime, record, ticket = self._runtime, job.record, job.ticket
+        outcome = fill_plain(record, message.what)
+        if ticket is not None and ticket.state is not TicketState.CLOSED:
+            if message.closes and ticket.state is TicketState.PLACED:
+                runtime.answered(ticket, outcome, record.usage, began=message.began, now=runtime.now())
+            else:  # only after a defect
+                runtime.close(ticket, outcome)
+        runtime.emit(record)
 
     def _on_running(self, message: m.Running) -> None:
         """A request that was placed by another balancer process, or by the worker alone."""

@@ -333,6 +333,11 @@ def said(api: Api, prompt: str, number: int) -> Fields:
 def test_a_decode_server_that_is_killed_fails_no_later_request(pair: Apart, found: Found) -> None:
     """Of those under way, streams that have begun break; no other."""
     load, killed = killed_under_load(pair, pair.decode)
+    while ended_by_half_a_prompt(pair.prefill):
+        found(f"{pair.connector}: prefill ended by itself, as it read what decode had half written when it was killed")
+        pair.prefill.kill()
+        pair.bring_up()
+        load, killed = killed_under_load(pair, pair.decode)
     broken = failures([one for one in load.results if one.began < killed])
     found(
         f"{pair.connector}: decode killed under load: {told(load.since(killed))}; of those under way {len(broken)} "
@@ -342,6 +347,14 @@ def test_a_decode_server_that_is_killed_fails_no_later_request(pair: Apart, foun
     took_s = rest_of_one(pair, pair.prefill)
     found(f"{pair.connector}: decode killed: prefill holds nothing after {took_s:.1f} s")
     works_again(pair)
+
+
+def ended_by_half_a_prompt(server: LlmServer) -> bool:
+    """To vLLM's ExampleConnector a prompt is stored as soon as its folder exists, and both servers write. So a prompt
+    that a killed server had begun to write ends the other one, of which lbproxy is no cause: docs/decisions/0041.
+    """
+    time.sleep(1.0)  # it takes a moment to end
+    return server.fell and "FileNotFoundError: No such file" in server.log.read_text(errors="replace")
 
 
 def rest_of_one(pair: Apart, server: LlmServer) -> float:

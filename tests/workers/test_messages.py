@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any, get_args
 
@@ -14,13 +15,16 @@ from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.engines.handover import Handover, Role
 from lbproxy.core.engines.orca import LoadReport
-from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.observed.record import MAX_PATH_CHARS, RequestRecord
+from lbproxy.core.observed.trace import Trace
 from lbproxy.core.queue.flow import Refusal
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.workers import messages as m
 from lbproxy.workers.contents import (
     fill,
+    fill_plain,
+    is_plain,
     member,
     message_of,
     read_endpoint,
@@ -28,6 +32,7 @@ from lbproxy.workers.contents import (
     read_request,
     read_usage,
     request_fields,
+    served,
 )
 
 REQUEST = InferenceRequest(
@@ -80,6 +85,14 @@ def record() -> RequestRecord:
     return it
 
 
+def plain_record() -> RequestRecord:
+    """The same of one that its first attempt served."""
+    it = record()
+    it.attempts, it.alias, it.error, it.failed = 1, None, None, ()
+    it.prefill = it.prefill_s = it.prefill_usage = None
+    return it
+
+
 MESSAGES: list[m.Message] = [
     m.Hello(0, 4194304),
     SUBMIT,
@@ -94,6 +107,8 @@ MESSAGES: list[m.Message] = [
     m.Load(1, LoadReport(1.0, None, 0.5)),
     m.Load(1, None),
     message_of(record()),
+    served(plain_record(), None),
+    served(plain_record(), m.Answered(77, 0, USAGE, began=True)),
     m.Running(SUBMIT, "http://a:1", True),
     m.DoubtModels(1),
     m.RefreshModels(1, 2),
@@ -200,6 +215,45 @@ def test_a_record_arrives_complete_except_for_what_the_balancer_process_knows() 
     for name in (*there, "id", "method", "path", "client", "started_at"):
         assert tuples(getattr(filled, name)) == tuples(getattr(sent, name)), name
     assert isinstance(filled.usage, Usage)
+
+
+def test_a_plain_record_arrives_complete_too() -> None:
+    sent = plain_record()
+    assert is_plain(sent)
+    read = through(served(sent, None))
+    assert isinstance(read, m.Served)
+    assert (read.number, read.closes, read.began) == (77, False, False)
+    begun = RequestRecord("id-1", "POST", "/v1/é", "::1", 1.25)
+    begun.route, begun.model, begun.stream, begun.key, begun.flow = "chat", "m", True, "k", "f"  # by `Submit`
+    begun.predicted_cached_tokens = 64.0
+    assert fill_plain(begun, read.what) is Outcome.COMPLETED
+    assert begun.predicted_cached_tokens == 64.0
+    there = [name for name in RequestRecord.__annotations__ if name not in OF_ONE_PROCESS]
+    for name in (*there, "id", "method", "path", "client", "started_at"):
+        assert tuples(getattr(begun, name)) == tuples(getattr(sent, name)), name
+    assert isinstance(begun.usage, Usage)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("attempts", 0),
+        ("attempts", 2),
+        ("error", "why"),
+        ("trace", Trace(None, random.Random(1))),
+        ("alias", "a"),
+        ("prefill", "e3"),
+        ("first_legs", (("e3", "failed"),)),
+        ("tier", 2),
+        ("overflow", "full"),
+        ("failed", (("e2", "reset"),)),
+        ("path", "/" * MAX_PATH_CHARS),
+    ],
+)
+def test_a_record_with_anything_else_is_not_plain(field: str, value: object) -> None:
+    sent = plain_record()
+    setattr(sent, field, value)
+    assert not is_plain(sent)
 
 
 OF_ONE_PROCESS = {

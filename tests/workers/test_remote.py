@@ -355,6 +355,69 @@ def test_a_new_balancer_process_is_told_what_runs_and_what_ended() -> None:
     run(body())
 
 
+def test_a_plain_request_ends_with_one_message_if_it_ends_in_one_turn() -> None:
+    """Else with two, and so does one whose record says something else than its attempt."""
+
+    async def body() -> None:
+        worker = Worker()
+        async with worker.welcomed() as there:
+            records = [plain_record_of(worker) for _ in range(4)]
+            for ticket, _ in records:
+                await worker.told(placed(ticket.number, 1))
+            (at_once, one), (later, two), (other, three), (traced, four) = records
+            worker.runtime.answered(at_once, Outcome.COMPLETED, one.usage, began=True, now=1.0)
+            worker.runtime.emit(one)
+            worker.runtime.answered(later, Outcome.COMPLETED, two.usage, began=False, now=1.0)
+            await worker.heard(m.Served)
+            worker.runtime.emit(two)
+            worker.runtime.answered(other, Outcome.COMPLETED, three.usage, began=False, now=1.0)
+            three.outcome = Outcome.CLIENT_CLOSED
+            worker.runtime.emit(three)
+            worker.runtime.answered(traced, Outcome.COMPLETED, four.usage, began=False, now=1.0)
+            four.error = "why"
+            worker.runtime.emit(four)
+            await worker.heard(m.Ended)
+            ends = [one for one in there.arrived if not isinstance(one, m.Submit)]
+            kinds = [type(one) for one in ends]
+            assert kinds == [m.Served, m.Answered, m.Served, m.Answered, m.Served, m.Answered, m.Ended]
+            first = ends[0]
+            assert isinstance(first, m.Served)
+            assert (first.number, first.closes, first.began) == (at_once.number, True, True)
+
+    run(body())
+
+
+def plain_record_of(worker: Worker) -> tuple[Ticket, RequestRecord]:
+    """A request that is submitted, and what its record will be."""
+    record = a_record()
+    ticket = worker.submit(record=record)
+    record.attempts, record.endpoint, record.status = 1, "e1", 200
+    record.outcome, record.usage = Outcome.COMPLETED, Usage(10, None, 5)
+    return ticket, record
+
+
+def test_a_balancer_process_that_placed_a_request_not_itself_gets_its_whole_record() -> None:
+    """It may not know the request: it had no open ticket when the process began, but no record yet either."""
+
+    async def body() -> None:
+        worker = Worker()
+        async with worker.welcomed():
+            ticket, record = plain_record_of(worker)
+            await worker.told(placed(ticket.number, 1))
+        worker.runtime.close(ticket, Outcome.COMPLETED, record.usage)
+        async with worker.welcomed(first_uid=101) as there:
+            worker.runtime.emit(record)
+            await worker.heard(m.Ended)
+            assert [type(one) for one in there.arrived if not isinstance(one, m.Running)] == [m.Ended]
+            again, record = plain_record_of(worker)
+            await worker.told(placed(again.number, 101))
+            worker.runtime.close(again, Outcome.COMPLETED, record.usage)
+            worker.runtime.emit(record)
+            assert len(await worker.heard(m.Served)) == 1
+
+    run(body())
+
+
 def test_a_request_that_waits_when_another_decides_is_submitted_there() -> None:
     """A link that is lost and there again within one turn of the loop."""
 

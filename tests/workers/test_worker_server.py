@@ -14,7 +14,7 @@ import pytest
 
 from lbproxy.core.engines.orca import LoadReport
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.core.requests.request import InferenceRequest
+from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.core.requests.retry import FailureKind
 from lbproxy.runtime import Runtime
 from lbproxy.workers import messages as m
@@ -202,6 +202,54 @@ def test_a_request_from_its_place_to_its_record() -> None:
             assert record is running
             assert (record.key, record.events, record.outcome) == ("key", 3, Outcome.COMPLETED)
             assert not list(it.server.running_records())
+
+    run(body())
+
+
+def served(number: int, *, closes: bool) -> m.Served:
+    what = COMPLETED, "e1", 200, 1, 2, 3, tuple(Usage(10, 4, 5)), 0.0, 1.0, 2.0, 3.0
+    return m.Served(number, closes, False, what)
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_one_message_ends_a_plain_request(closes: bool) -> None:
+    """Its record has what `Submit` and the placement say, too. The attempt ended before it, or with it."""
+
+    async def body() -> None:
+        async with balancing(1) as it:
+            worker = await it.worker()
+            await worker.says(submit(7), m.FirstByte(7))
+            assert it.in_flight() == [1]
+            if not closes:
+                await worker.says(m.Close(7, COMPLETED, tuple(Usage(10, 4, 5)), False))
+                assert it.in_flight() == [0]
+            await worker.says(served(7, closes=closes))
+            assert it.in_flight() == [0]
+            assert not list(it.server.running_records())
+            (record,) = it.records.requests
+            assert (record.id, record.path, record.route, record.model, record.key) == (
+                "r7",
+                "/v1/x",
+                "chat",
+                MODEL,
+                "key",
+            )
+            assert (record.flow, record.endpoint, record.attempts) == ("anonymous", "e1", 1)
+            assert (record.outcome, record.status, record.usage) == (Outcome.COMPLETED, 200, Usage(10, 4, 5))
+            assert (record.request_bytes, record.response_bytes, record.events, record.ended_at) == (1, 2, 3, 3.0)
+            await worker.says(served(7, closes=closes), served(8, closes=closes))
+            assert len(it.records.requests) == 1, "what arrives for a number that is not known is dropped"
+
+    run(body())
+
+
+def test_a_plain_request_that_was_never_closed_is_not_left_in_flight() -> None:
+    async def body() -> None:
+        async with balancing(1) as it:
+            worker = await it.worker()
+            await worker.says(submit(7), served(7, closes=False))
+            assert it.in_flight() == [0]
+            assert len(it.records.requests) == 1
 
     run(body())
 
