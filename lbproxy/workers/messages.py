@@ -227,7 +227,7 @@ class Adopted(Message, tag=15):
 
 class Served(Message, tag=16):
     """A request is over that its first attempt served. It stands for `Ended`, and has only what the balancer process
-    does not know from `Submit` and its own placement: a fifth of the cost at both ends, for nearly all requests.
+    does not know from `Submit` and its own placement. Nearly all requests end so.
     """
 
     number: int

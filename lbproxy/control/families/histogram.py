@@ -20,7 +20,7 @@ class Histogram:
     def observe(self, value: float) -> None:
         """Count one value. A bucket's bound belongs to it."""
         index = 0
-        for bound in self.bounds:  # compiled, a quarter of what `bisect` takes for a dozen of them
+        for bound in self.bounds:  # compiled, less than `bisect` takes for a dozen of them
             if value <= bound:
                 break
             index += 1

@@ -8,8 +8,7 @@ response that another endpoint may do better, the balancer decides whether to re
 `Relay`; the first bytes of its body are the commit point, after which nothing is retried. `step` is what the exchange
 does now; `proxy.exchange.steps` has the table. Its end, whatever it does, is in `proxy.exchange.lifetime`. Invariants:
 
-- Each attempt sends the same body; the head differs by endpoint. If a response's head was sent (`_head_sent_by`), only
-  the body of an event stream may follow.
+- Each attempt sends the same body. After a response's head (`_head_sent_by`) only an event stream's body may follow.
 """
 
 from __future__ import annotations

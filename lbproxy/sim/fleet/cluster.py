@@ -2,10 +2,9 @@
 """A fleet in virtual time: N simulated servers, one or more *real* Balancers before them, and a workload.
 
 This is a driver of `core.balancer.Balancer` like the asyncio runtime, and of `sim.engine.engine.Engine` like the HTTP
-server: what it adds is the time in between (network, scrapes, probes, failures). What the proxy would know, and when,
-is what the Balancer is told: the first byte of a stream when it arrives, progress at most every 250 ms, the end with
-its usage; of a response that is not streamed nothing before its end; gauges as old as the scrape that brings them; and
-sizes of prompts in bytes that are wrong by a factor, as no tokenizer has exactly four bytes a token.
+server: what it adds is the time in between. What the proxy would know, and when, is what the Balancer is told: the
+first byte of a stream when it arrives, progress at most every 250 ms, the end with its usage; of other responses
+nothing before their end; gauges as old as their scrape; prompts' sizes in bytes that are wrong by a factor.
 
 Everything random comes from the seed, and what a job gets at random depends on its id only, so every policy sees the
 same jobs with the same errors. Each job ends exactly once, as one `Served`.
