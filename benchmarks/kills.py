@@ -22,7 +22,7 @@ from typing import Any
 
 import aiohttp
 
-from tests.support.process import Process, children_of, lbproxy, mock
+from tests.support.process import Process, lbproxy, mock
 
 SETTINGS = """
 workers: {workers}
@@ -143,8 +143,7 @@ async def run(args: argparse.Namespace, process: Process, url: str, admin: str) 
             found = await state(session, admin)
             workers = {one["index"]: one for one in found["workers"]}
             if number % 2 == 0:
-                (pid,) = set(children_of(process.process.pid)) - {one["pid"] for one in workers.values()}
-                kind, had = "balancer", "-"
+                pid, kind, had = found["pid"], "balancer", "-"
             else:
                 victim = workers[number // 2 % args.workers]
                 pid, kind, had = victim["pid"], "worker", str(victim["running"])

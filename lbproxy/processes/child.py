@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m lbproxy.processes.child`: a child process of the supervisor, which says on standard input what it is."""
+"""`python -m lbproxy.processes.child ROLE`: a child process of the supervisor.
+
+What the role needs is imported before the supervisor says on standard input that the work begins: so a standby
+(processes.standby) begins at once.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import signal
-from collections.abc import Callable, Coroutine
+import sys
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias
 
 from lbproxy import process
 from lbproxy.config.text import ConfigError
@@ -15,16 +21,26 @@ from lbproxy.processes.supervised import Supervisor
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
+Work: TypeAlias = Callable[[Supervisor, Start], Awaitable[None]]
 
-async def run() -> None:
-    """Be what the supervisor says, until it says otherwise."""
+
+def work_of(role: str) -> Work:
+    """What a child of this role does, imported."""
+    if role == BALANCER:
+        from lbproxy.processes.balancing import run_balancer  # noqa: PLC0415 - each needs other modules
+
+        return run_balancer
+    from lbproxy.processes.worker import run_worker  # noqa: PLC0415
+
+    return run_worker
+
+
+async def run(work: Work) -> None:
+    """Begin when the supervisor says so, and work until it says otherwise."""
     supervisor = Supervisor()
     start = await supervisor.started()
-    work: Callable[[Supervisor, Start], Coroutine[object, object, None]]
-    if start.role == BALANCER:
-        from lbproxy.processes.balancing import run_balancer as work  # noqa: PLC0415 - each needs other modules
-    else:
-        from lbproxy.processes.worker import run_worker as work  # noqa: PLC0415
+    if start is None:
+        return
     try:
         await work(supervisor, start)
     except ConfigError as error:
@@ -40,7 +56,7 @@ def main() -> None:
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     gc.disable()  # until `process.settle`: what a start makes stays
-    process.run(run())
+    process.run(run(work_of(sys.argv[1])))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the supervisor and its children tell each other, and how a child is started.
 
-A child is `python -m lbproxy.processes.child`. Its standard input is a socket, the control link; it inherits listening
-sockets by their descriptors. The first message on the link is `Start`. Invariants:
+A child is `python -m lbproxy.processes.child ROLE`. Its standard input is a socket, the control link; it inherits
+listening sockets by their descriptors. The first message on the link is `Start`. Invariants:
 
 - A link that ends means that the other process is gone: the supervisor starts a child again, and a child without a
   supervisor finishes what runs, takes nothing new, and ends.
@@ -46,9 +46,8 @@ class Text(Message):
 
 
 class Start(Message, tag=1):
-    """To a child: what it is."""
+    """To a child: begin."""
 
-    role: str
     index: int
     """Of a worker: from 0."""
     workers: int
@@ -145,15 +144,17 @@ LAST_WORDS_S: Final = 1.0
 class Child:
     """A child process, as the supervisor sees it."""
 
-    def __init__(self, name: str, ready: asyncio.Event, received: Callable[[ToSupervisor], None]) -> None:
+    def __init__(self, name: str, role: str, ready: asyncio.Event, received: Callable[[ToSupervisor], None]) -> None:
         """`ready` is set when it does its work. `received` is called with each message."""
         self.name = name
+        self._role = role
         self._ready = ready
+        self._descriptors: dict[str, list[int]] = {}
         self.beat_at = asyncio.get_running_loop().time()
         self.problems: list[str] = []
         """Why it could not start."""
         self.process: asyncio.subprocess.Process | None = None
-        self.is_ready = False
+        self.ready_at: float | None = None
         self.running: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         """Requests of a worker that was told to stop."""
         self.cut = 0
@@ -162,10 +163,10 @@ class Child:
         self._lost = asyncio.Event()
         self.link: Link[ToSupervisor] = Link(ToSupervisor, self._on_messages, self._lost.set)
 
-    async def start(self, start: Start, sockets: Mapping[str, Sequence[socket.socket]]) -> None:
-        """Start the process. Raises OSError."""
+    async def launch(self, sockets: Mapping[str, Sequence[socket.socket]]) -> None:
+        """Start the process, which imports what it needs and waits for `begin`. Raises OSError."""
         ours, theirs = socket.socketpair()
-        start.descriptors = {key: [one.fileno() for one in listening] for key, listening in sockets.items()}
+        self._descriptors = {key: [one.fileno() for one in listening] for key, listening in sockets.items()}
         folder = str(Path(lbproxy.__file__).parent.parent)
         inherited = os.environ.get("PYTHONPATH")
         environ = {**os.environ, "PYTHONPATH": folder if not inherited else f"{folder}{os.pathsep}{inherited}"}
@@ -175,12 +176,23 @@ class Child:
                 "-P",
                 "-m",
                 "lbproxy.processes.child",
+                self._role,
                 stdin=theirs.fileno(),
-                pass_fds=[fd for group in start.descriptors.values() for fd in group],
+                pass_fds=[fd for group in self._descriptors.values() for fd in group],
                 env=environ,
             )
         await asyncio.get_running_loop().connect_accepted_socket(self.link.protocol, ours)
+
+    def begin(self, start: Start) -> None:
+        """Have the process do its work."""
+        start.descriptors = self._descriptors
+        self.beat_at = asyncio.get_running_loop().time()
         self.link.send(start)
+
+    @property
+    def is_running(self) -> bool:
+        """Its process was started and has not ended."""
+        return self.process is not None and self.process.returncode is None
 
     @property
     def pid(self) -> int:
@@ -204,14 +216,14 @@ class Child:
 
     def kill(self) -> None:
         """End it at once."""
-        if self.process is not None and self.process.returncode is None:
+        if self.process is not None and self.is_running:
             self.process.kill()
 
     def _on_messages(self, arrived: list[ToSupervisor]) -> None:
         self.beat_at = asyncio.get_running_loop().time()
         for message in arrived:
             if isinstance(message, Ready):
-                self.is_ready = True
+                self.ready_at = self.beat_at
                 self._ready.set()
             elif isinstance(message, Stopping):
                 self._set_running(message.running)

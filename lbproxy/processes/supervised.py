@@ -29,10 +29,10 @@ class Supervisor:
         self.on_message: Callable[[ToChild], None] = lambda _: None
         """What follows `Start`."""
         self._beat_at = 0.0
-        self._start: asyncio.Future[Start] = asyncio.get_running_loop().create_future()
+        self._start: asyncio.Future[Start | None] = asyncio.get_running_loop().create_future()
 
-    async def started(self) -> Start:
-        """Connect; returns what this process is to be."""
+    async def started(self) -> Start | None:
+        """Connect, and wait to begin; None: the supervisor is gone."""
         sock = socket.socket(fileno=os.dup(0))
         await asyncio.get_running_loop().connect_accepted_socket(self.link.protocol, sock)
         os.set_inheritable(0, False)
@@ -59,7 +59,7 @@ class Supervisor:
     def _lost(self) -> None:
         self.gone.set()
         if not self._start.done():
-            self._start.cancel()
+            self._start.set_result(None)
 
 
 def read(settings: Text) -> Settings:

@@ -53,6 +53,7 @@ from lbproxy.processes.control import (
     Text,
     ToSupervisor,
 )
+from lbproxy.processes.standby import Standby
 from lbproxy.workers.shares import Shares
 
 logger = logging.getLogger("lbproxy")
@@ -112,7 +113,7 @@ class _Post:
     @property
     def is_serving(self) -> bool:
         """A process is here that does its work."""
-        return self.child is not None and self.child.is_ready
+        return self.child is not None and self.child.ready_at is not None
 
     def kill(self) -> None:
         """End what is here, or is about to start."""
@@ -138,6 +139,7 @@ class Supervisor:
         self._status = ""
         self._balancer = _Post(BALANCER, 0)
         self._workers = [_Post(WORKER, index) for index in range(worker_count(settings))]
+        self._standby = Standby(self._new_balancer)
         self._handed_over = asyncio.Event()
         self._failed: asyncio.Future[None] = self._loop.create_future()
 
@@ -162,7 +164,12 @@ class Supervisor:
                     self._notifier.ready(self._status)
                     inherited.ready()
                     inherited.close()
-                    works = (self._watch(), self._follow_reloads(orders), self._follow_restarts(orders))
+                    works = (
+                        self._watch(),
+                        self._stand_by(),
+                        self._follow_reloads(orders),
+                        self._follow_restarts(orders),
+                    )
                     running += [self._group.create_task(work) for work in works]
                     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 else:
@@ -212,6 +219,7 @@ class Supervisor:
             if post.task is not None:
                 post.task.cancel()
             post.kill()
+        self._standby.kill()
 
     def _man(self, post: _Post) -> None:
         post.task = self._group.create_task(self._keep(post))
@@ -221,9 +229,12 @@ class Supervisor:
         backoff_s = BACKOFF_FIRST_S
         while not post.ending.is_set():
             began_at = self._loop.time()
-            post.child = child = Child(post.name, post.ready, self._received)
+            standby = self._standby.take() if post is self._balancer else None
+            post.child = child = standby or self._child(post)
             try:
-                await child.start(self._start_of(post), self._sockets_of(post))
+                if standby is None:
+                    await child.launch(self._sockets_of(post))
+                child.begin(self._start_of(post))
                 if post.ending.is_set():
                     child.kill()
                 code = await child.ended()
@@ -248,10 +259,28 @@ class Supervisor:
                 async with asyncio.timeout(backoff_s):
                     await post.ending.wait()
 
+    def _child(self, post: _Post) -> Child:
+        return Child(post.name, post.role, post.ready, self._received)
+
+    async def _new_balancer(self) -> Child:
+        """A process that could be the next balancer process. Raises OSError."""
+        child = self._child(self._balancer)
+        await child.launch(self._sockets_of(self._balancer))
+        return child
+
+    async def _stand_by(self) -> None:
+        """Have a standby, but not while the balancer process before it begins: that needs the CPU."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            child = self._balancer.child
+            if child is None or child.ready_at is None or self._loop.time() - child.ready_at < STEADY_S:
+                continue
+            await self._standby.refresh()
+
     def _start_of(self, post: _Post) -> Start:
         path = os.path.join(self._folder, "balancer.sock")
         workers, generation = len(self._workers), post.generation
-        return Start(post.role, post.index, workers, generation, self._succeeds, self._text, path, self._at.url, {})
+        return Start(post.index, workers, generation, self._succeeds, self._text, path, self._at.url, {})
 
     def _sockets_of(self, post: _Post) -> Mapping[str, Sequence[socket.socket]]:
         key = "admin" if post.role == BALANCER else "listen"
@@ -332,6 +361,7 @@ class Supervisor:
         lame_duck_s = 0.0 if orders.hurry.is_set() else min(drain.lame_duck, drain.deadline)
         sooner = self._group.create_task(self._stop_sooner(orders)) if not orders.stop.is_set() else None
         self._end_unready()
+        self._standby.kill()
         self._close_sockets()
         if self._balancer.child is not None:
             self._balancer.child.link.send(Draining(handed_over))

@@ -243,8 +243,17 @@ class Proxy:
 
     @property
     def pids(self) -> list[int]:
-        """Of all its processes: the supervisor, the balancer process and the workers; or the only one."""
+        """Of all its processes: the supervisor, the balancer process, its standby and the workers; or the only one."""
         return [self.pid, *children_of(self.pid)]
+
+    def _working_pids(self) -> list[int]:
+        """Without the standby, which comes some time after the start and does nothing."""
+        pids = self.pids
+        if not self.admin or len(pids) == 1:
+            return pids
+        state = HTTP.get(f"{self.admin}/admin/state", timeout=20).json()
+        working = {self.pid, state["pid"], *(one["pid"] for one in state["workers"])}
+        return [pid for pid in pids if pid in working]
 
     def _watches(self) -> list[Path]:
         """What the tickers of its processes write to."""
@@ -280,7 +289,7 @@ class Proxy:
 
     def fds(self) -> list[int]:
         """How many descriptors each process has."""
-        return [len(os.listdir(f"/proc/{pid}/fd")) for pid in self.pids]
+        return [len(os.listdir(f"/proc/{pid}/fd")) for pid in self._working_pids()]
 
     def unaccounted_fds(self) -> float:
         """Descriptors that are neither a client's connection nor one to an endpoint."""
@@ -289,12 +298,12 @@ class Proxy:
 
     def rss_mib(self) -> float:
         """Memory of all its processes."""
-        pages = [Path(f"/proc/{pid}/status").read_text() for pid in self.pids]
+        pages = [Path(f"/proc/{pid}/status").read_text() for pid in self._working_pids()]
         return sum(int(re.findall(r"VmRSS:\s+(\d+)", page)[0]) for page in pages) / 1024
 
     def cpu_s(self) -> float:
         """CPU time used so far, of all its processes."""
-        stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split() for pid in self.pids]
+        stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split() for pid in self._working_pids()]
         return sum(int(one[11]) + int(one[12]) for one in stats) / os.sysconf("SC_CLK_TCK")
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.aio import run, until
 from tests.support.load import load
-from tests.support.process import Process, children_of, lbproxy, mock
+from tests.support.process import Process, children_of, exists, lbproxy, mock
 from tests.support.rig import RawClient, post
 
 WORKERS = 2
@@ -61,8 +61,7 @@ class Cluster:
 
     def balancer(self) -> int:
         """The pid of the balancer process."""
-        (pid,) = set(children_of(self.pid)) - set(self.workers().values())
-        return pid
+        return int(self.state()["pid"])
 
     def running(self) -> dict[int, int]:
         """Requests that run, by worker."""
@@ -275,7 +274,7 @@ def test_all_processes_end_after_their_streams_when_the_supervisor_is_killed(
     async def body(it: Cluster) -> None:
         async with streams(it, SHORT) as opened:
             children = children_of(it.pid)
-            assert len(children) == WORKERS + 1
+            assert len(children) >= WORKERS + 1  # and a standby, once it has run for a while
             os.kill(it.pid, signal.SIGKILL)
             assert all([await one.ends() for one in opened])
             await until(lambda: not any(exists(pid) for pid in children), "no process is left", within_s=30.0)
@@ -285,14 +284,6 @@ def test_all_processes_end_after_their_streams_when_the_supervisor_is_killed(
 
     with cluster(tmp_path, servers, deadline="500ms") as it:
         run(body(it), timeout_s=100.0)
-
-
-def exists(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
-    except OSError:
-        return False
 
 
 def test_sigterm_lets_streams_of_all_workers_finish(servers: list[str], tmp_path: Path) -> None:

@@ -13,11 +13,10 @@ import pytest
 from lbproxy.processes.control import BALANCER, Child, Start, Text
 from lbproxy.workers import messages as m
 from lbproxy.workers.server import NO_BEAT
-from tests.processes.test_death import exists
 from tests.support.aio import run, until
 from tests.support.endpoint import LAST, OK, STREAM_HEAD, Received, Script, ScriptedEndpoint, Wire, answer, event
 from tests.support.links import End
-from tests.support.process import Process, children_of, lbproxy_beside
+from tests.support.process import Process, children_of, exists, lbproxy_beside
 from tests.support.rig import RawClient, post
 
 WORKERS = 2
@@ -130,8 +129,9 @@ def test_the_balancer_process_of_a_successor_decides_once_an_endpoint_is_up(succ
             nonlocal worker
             worker = End(m.ToWorker)
             path, ready = str(tmp_path / "balancer.sock"), asyncio.Event()
-            child = Child("the balancer process", ready, lambda _: None)
-            await child.start(Start(BALANCER, 0, 1, 0, succeeds, Text(text, "cfg.yaml"), path, "http://x", {}), {})
+            child = Child("the balancer process", BALANCER, ready, lambda _: None)
+            await child.launch({})
+            child.begin(Start(0, 1, 0, succeeds, Text(text, "cfg.yaml"), path, "http://x", {}))
             try:
                 await until(ready.is_set, "it is ready", within_s=60.0)
                 await asyncio.get_running_loop().create_unix_connection(worker.link.protocol, path)

@@ -116,6 +116,14 @@ def children_of(pid: int) -> list[int]:
     return []
 
 
+def exists(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except OSError:
+        return False
+
+
 @contextmanager
 def mock(*arguments: str) -> Iterator[tuple[Process, str]]:
     """A simulated server on a free port, and its URL."""

@@ -144,6 +144,7 @@ _STATE = record(
     version=TEXT,
     at=STAMP,
     listen=_maybe(TEXT),
+    pid=COUNT,
     uptime_s=NUMBER,
     policy=TEXT,
     stopping=FLAG,

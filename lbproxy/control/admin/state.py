@@ -7,6 +7,7 @@ never 0, and gauges that are too old to be believed are not shown.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
@@ -87,6 +88,7 @@ class State:
             "version": __version__,
             "at": stamp(time.time()),
             "listen": self._front.url,
+            "pid": os.getpid(),
             "uptime_s": round(time.monotonic() - self._started_at, 1),
             "policy": self._settings().routing.policy,
             "stopping": self._front.draining,
