@@ -29,6 +29,8 @@ workers: {workers}
 log: {{access: false}}
 limits: {{connections: 4000}}
 """
+FIRST_S = 10.0
+"""Until the first death: by then a standby waits."""
 PAUSE_S = 5.0
 SETTLED_S = 10.0
 
@@ -137,7 +139,7 @@ async def run(args: argparse.Namespace, process: Process, url: str, admin: str) 
         for _ in range(args.streams):
             tasks.create_task(clients.stream())
         tasks.create_task(clients.requests(args.rate))
-        await asyncio.sleep(PAUSE_S)
+        await asyncio.sleep(FIRST_S)
         total = {"balancer": [0, 0], "worker": [0, 0]}
         for number in range(args.kills):
             found = await state(session, admin)

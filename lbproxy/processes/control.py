@@ -2,7 +2,8 @@
 """What the supervisor and its children tell each other, and how a child is started.
 
 A child is `python -m lbproxy.processes.child ROLE`. Its standard input is a socket, the control link; it inherits
-listening sockets by their descriptors. The first message on the link is `Start`. Invariants:
+listening sockets by their descriptors. It imports what its role needs; the first message on the link, `Start`, has it
+begin, which a standby waits for. Invariants:
 
 - A link that ends means that the other process is gone: the supervisor starts a child again, and a child without a
   supervisor finishes what runs, takes nothing new, and ends.
@@ -27,6 +28,10 @@ from lbproxy.workers.messages import Message
 
 BALANCER: Final = "balancer"
 WORKER: Final = "worker"
+STANDBY: Final = "standby"
+"""What may become either."""
+LISTENERS: Final = {BALANCER: "admin", WORKER: "listen"}
+"""The setting of the listener that a role has."""
 SHARES: Final = "shares"
 """The file of `workers.shares`, beside the Unix socket."""
 
@@ -48,6 +53,7 @@ class Text(Message):
 class Start(Message, tag=1):
     """To a child: begin."""
 
+    role: str
     index: int
     """Of a worker: from 0."""
     workers: int
@@ -62,6 +68,8 @@ class Start(Message, tag=1):
     """Where clients connect."""
     descriptors: dict[str, list[int]]
     """Of listening sockets, by the setting that they are for."""
+    others: list[int]
+    """Of listening sockets that are not for this role: to be closed."""
 
 
 class Stop(Message, tag=2):
@@ -144,11 +152,10 @@ LAST_WORDS_S: Final = 1.0
 class Child:
     """A child process, as the supervisor sees it."""
 
-    def __init__(self, name: str, role: str, ready: asyncio.Event, received: Callable[[ToSupervisor], None]) -> None:
-        """`ready` is set when it does its work. `received` is called with each message."""
-        self.name = name
-        self._role = role
-        self._ready = ready
+    def __init__(self, received: Callable[[ToSupervisor], None]) -> None:
+        """`received` is called with each message."""
+        self.name = STANDBY
+        self._ready: Callable[[], None] = lambda: None
         self._descriptors: dict[str, list[int]] = {}
         self.beat_at = asyncio.get_running_loop().time()
         self.problems: list[str] = []
@@ -163,8 +170,8 @@ class Child:
         self._lost = asyncio.Event()
         self.link: Link[ToSupervisor] = Link(ToSupervisor, self._on_messages, self._lost.set)
 
-    async def launch(self, sockets: Mapping[str, Sequence[socket.socket]]) -> None:
-        """Start the process, which imports what it needs and waits for `begin`. Raises OSError."""
+    async def launch(self, role: str, sockets: Mapping[str, Sequence[socket.socket]]) -> None:
+        """Start the process, which waits for `begin`. `sockets`: by the setting that they are for. Raises OSError."""
         ours, theirs = socket.socketpair()
         self._descriptors = {key: [one.fileno() for one in listening] for key, listening in sockets.items()}
         folder = str(Path(lbproxy.__file__).parent.parent)
@@ -176,16 +183,19 @@ class Child:
                 "-P",
                 "-m",
                 "lbproxy.processes.child",
-                self._role,
+                role,
                 stdin=theirs.fileno(),
                 pass_fds=[fd for group in self._descriptors.values() for fd in group],
                 env=environ,
             )
         await asyncio.get_running_loop().connect_accepted_socket(self.link.protocol, ours)
 
-    def begin(self, start: Start) -> None:
-        """Have the process do its work."""
-        start.descriptors = self._descriptors
+    def begin(self, name: str, start: Start, ready: Callable[[], None]) -> None:
+        """Have the process do its work. `ready` is called when it does."""
+        listener = LISTENERS[start.role]
+        start.descriptors = {key: fds for key, fds in self._descriptors.items() if key == listener}
+        start.others = [fd for key, fds in self._descriptors.items() if key != listener for fd in fds]
+        self.name, self._ready = name, ready
         self.beat_at = asyncio.get_running_loop().time()
         self.link.send(start)
 
@@ -224,7 +234,7 @@ class Child:
         for message in arrived:
             if isinstance(message, Ready):
                 self.ready_at = self.beat_at
-                self._ready.set()
+                self._ready()
             elif isinstance(message, Stopping):
                 self._set_running(message.running)
             elif isinstance(message, Stopped):

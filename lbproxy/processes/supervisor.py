@@ -38,6 +38,7 @@ from lbproxy.net.listening.inherit import HandedOver, Inherited, hand_over
 from lbproxy.net.listening.notify import Notifier
 from lbproxy.processes.control import (
     BALANCER,
+    LISTENERS,
     SHARES,
     WORKER,
     Adopt,
@@ -64,6 +65,8 @@ BACKOFF_FIRST_S: Final = 0.05
 BACKOFF_MAX_S: Final = 10.0
 STEADY_S: Final = 5.0
 """A process that ran this long starts again without a back-off."""
+SETTLED_S: Final = 1.0
+"""In this time after its start a process has caught up with what came meanwhile."""
 SILENT_S: Final = 15.0
 WATCH_S: Final = 0.5
 SAYS_WITHIN_S: Final = 1.0
@@ -115,6 +118,11 @@ class _Post:
         """A process is here that does its work."""
         return self.child is not None and self.child.ready_at is not None
 
+    def is_steady(self, now: float) -> bool:
+        """A process has done its work here for some time: a short one after a death, as deaths come in series."""
+        child, least_s = self.child, SETTLED_S if self.generation else STEADY_S
+        return child is not None and child.ready_at is not None and now - child.ready_at >= least_s
+
     def kill(self) -> None:
         """End what is here, or is about to start."""
         self.ending.set()
@@ -139,7 +147,7 @@ class Supervisor:
         self._status = ""
         self._balancer = _Post(BALANCER, 0)
         self._workers = [_Post(WORKER, index) for index in range(worker_count(settings))]
-        self._standby = Standby(self._new_balancer)
+        self._standby = Standby(self._received)
         self._handed_over = asyncio.Event()
         self._failed: asyncio.Future[None] = self._loop.create_future()
 
@@ -219,7 +227,7 @@ class Supervisor:
             if post.task is not None:
                 post.task.cancel()
             post.kill()
-        self._standby.kill()
+        self._standby.end()
 
     def _man(self, post: _Post) -> None:
         post.task = self._group.create_task(self._keep(post))
@@ -229,12 +237,12 @@ class Supervisor:
         backoff_s = BACKOFF_FIRST_S
         while not post.ending.is_set():
             began_at = self._loop.time()
-            standby = self._standby.take() if post is self._balancer else None
-            post.child = child = standby or self._child(post)
+            standby = self._standby.take()
+            post.child = child = standby or Child(self._received)
             try:
                 if standby is None:
-                    await child.launch(self._sockets_of(post))
-                child.begin(self._start_of(post))
+                    await child.launch(post.role, self._sockets_of(post))
+                child.begin(post.name, self._start_of(post), post.ready.set)
                 if post.ending.is_set():
                     child.kill()
                 code = await child.ended()
@@ -259,31 +267,21 @@ class Supervisor:
                 async with asyncio.timeout(backoff_s):
                     await post.ending.wait()
 
-    def _child(self, post: _Post) -> Child:
-        return Child(post.name, post.role, post.ready, self._received)
-
-    async def _new_balancer(self) -> Child:
-        """A process that could be the next balancer process. Raises OSError."""
-        child = self._child(self._balancer)
-        await child.launch(self._sockets_of(self._balancer))
-        return child
-
     async def _stand_by(self) -> None:
-        """Have a standby, but not while the balancer process before it begins: that needs the CPU."""
+        """Have a standby, but not while another process begins, which needs the CPU."""
         while True:
             await asyncio.sleep(WATCH_S)
-            child = self._balancer.child
-            if child is None or child.ready_at is None or self._loop.time() - child.ready_at < STEADY_S:
-                continue
-            await self._standby.refresh()
+            if all(post.is_steady(self._loop.time()) for post in self._posts):
+                await self._standby.refresh(self._sockets)
 
     def _start_of(self, post: _Post) -> Start:
         path = os.path.join(self._folder, "balancer.sock")
         workers, generation = len(self._workers), post.generation
-        return Start(post.index, workers, generation, self._succeeds, self._text, path, self._at.url, {})
+        succeeds, text, url = self._succeeds, self._text, self._at.url
+        return Start(post.role, post.index, workers, generation, succeeds, text, path, url, {}, [])
 
     def _sockets_of(self, post: _Post) -> Mapping[str, Sequence[socket.socket]]:
-        key = "admin" if post.role == BALANCER else "listen"
+        key = LISTENERS[post.role]
         return {key: self._sockets[key]} if key in self._sockets else {}
 
     def _fail(self, child: Child) -> None:
@@ -361,7 +359,7 @@ class Supervisor:
         lame_duck_s = 0.0 if orders.hurry.is_set() else min(drain.lame_duck, drain.deadline)
         sooner = self._group.create_task(self._stop_sooner(orders)) if not orders.stop.is_set() else None
         self._end_unready()
-        self._standby.kill()
+        self._standby.end()
         self._close_sockets()
         if self._balancer.child is not None:
             self._balancer.child.link.send(Draining(handed_over))

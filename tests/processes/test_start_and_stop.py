@@ -129,9 +129,10 @@ def test_the_balancer_process_of_a_successor_decides_once_an_endpoint_is_up(succ
             nonlocal worker
             worker = End(m.ToWorker)
             path, ready = str(tmp_path / "balancer.sock"), asyncio.Event()
-            child = Child("the balancer process", BALANCER, ready, lambda _: None)
-            await child.launch({})
-            child.begin(Start(0, 1, 0, succeeds, Text(text, "cfg.yaml"), path, "http://x", {}))
+            child = Child(lambda _: None)
+            await child.launch(BALANCER, {})
+            start = Start(BALANCER, 0, 1, 0, succeeds, Text(text, "cfg.yaml"), path, "http://x", {}, [])
+            child.begin("the balancer process", start, ready.set)
             try:
                 await until(ready.is_set, "it is ready", within_s=60.0)
                 await asyncio.get_running_loop().create_unix_connection(worker.link.protocol, path)
