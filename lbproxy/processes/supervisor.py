@@ -145,15 +145,19 @@ class Supervisor:
         self._succeeds = False
         """Another lbproxy serves until all processes are ready."""
         self._status = ""
-        self._balancer = _Post(BALANCER, 0)
-        self._workers = [_Post(WORKER, index) for index in range(worker_count(settings))]
+        workers = [_Post(WORKER, index) for index in range(worker_count(settings))]
+        self._posts = [_Post(BALANCER, 0), *workers]
         self._standby = Standby(self._received)
         self._handed_over = asyncio.Event()
         self._failed: asyncio.Future[None] = self._loop.create_future()
 
     @property
-    def _posts(self) -> list[_Post]:
-        return [self._balancer, *self._workers]
+    def _balancer(self) -> _Post:
+        return self._posts[0]
+
+    @property
+    def _workers(self) -> list[_Post]:
+        return self._posts[1:]
 
     async def run(self, inherited: Inherited, orders: app.Orders, on_ready: Callable[[app.Listening], None]) -> None:
         """Until it is told to stop, and has. Raises ConfigError, OSError if the first processes cannot start."""
