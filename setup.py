@@ -46,7 +46,7 @@ COMPILED = {
     "lbproxy/proxy/request": "client_request forwarding handshake headers plain reading",
     "lbproxy/proxy/exchange": "exchange exchanger failures lifetime opening relay steps",
     "lbproxy/proxy/front": "requests socket_turn turn",
-    "lbproxy/control/families": "histogram",
+    "lbproxy/control/families": "histogram requests",
     "lbproxy/control/telemetry": "access_line recent telemetry writer",
 }
 """By folder, what each request goes through."""

@@ -58,7 +58,8 @@ from lbproxy.processes.plane import WorkersPlane
 from lbproxy.proxy.front.server import FrontEnd
 from lbproxy.runtime import Runtime
 from lbproxy.workers import messages as m
-from lbproxy.workers.contents import request_fields, served
+from lbproxy.workers.contents import served, shortest, submit_of
+from lbproxy.workers.link import Sent
 from lbproxy.workers.server import Session
 
 ROOT = Path(__file__).parents[1]
@@ -251,7 +252,7 @@ class Balancing:
             self.hears(ended)
 
 
-def _frame(*messages: m.Message) -> bytes:
+def _frame(*messages: Sent) -> bytes:
     """As a worker sends them."""
     packed = msgspec.msgpack.encode(messages)
     return len(packed).to_bytes(4, "little") + packed
@@ -262,14 +263,14 @@ def _frames(number: int) -> tuple[bytes, bytes]:
     name, path, usage, began = f"{number:032x}", "/v1/chat/completions", Usage(250, None, 6), 1.0 + number
     asked = "POST", path, "127.0.0.1"
     keys = hash_prompt(b"a word or " * 96, model="m")
-    request = request_fields(InferenceRequest(name, "m", False, 1040, 960, tuple(keys)))
+    request = InferenceRequest(name, "m", False, 1040, 960, tuple(keys))
     record = RequestRecord(name, *asked, began)
     record.number, record.route, record.model, record.endpoint = number, path, "m", "127.0.0.1:1"
     record.status, record.outcome, record.usage, record.attempts = 200, Outcome.COMPLETED, usage, 1
     record.request_bytes, record.response_bytes, record.flow = 1040, len(ANSWER), "anonymous"
     record.placed_at = record.first_byte_at = record.ended_at = began
     answered = m.Answered(number, m.OUTCOME_NUMBERS[Outcome.COMPLETED], usage, True)
-    submit = m.Submit(number, request, (), None, False, None, *asked, path, None, began)
+    submit = shortest(submit_of(number, request, record, frozenset(), None, False, None))
     return _frame(submit), _frame(served(record, answered))
 
 

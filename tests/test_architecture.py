@@ -52,6 +52,7 @@ ONLY_IN = {
         "control/families/endpoints.py",
         "control/families/kv_events.py",
         "control/families/replicas.py",
+        "control/families/requests.py",
         "control/families/sleeping.py",
         "control/families/scaling.py",
         "control/families/splits.py",
@@ -96,7 +97,6 @@ LARGE = {
     "Placement": 21,
     # to be parted
     "Proxy": 22,
-    "Telemetry": 31,
     "Connection": 16,
     "Relay": 22,
     "ClientConnection": 21,

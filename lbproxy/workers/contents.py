@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, Final
 
 from lbproxy.core.endpoints.credentials import ApiKey, Proxy, Tls
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
@@ -13,15 +13,76 @@ from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.workers import messages as m
 
+_SUBMIT: Final = m.Submit.__struct_config__.tag
+_HEAD: Final = 7
+"""Fields of `messages.RequestHead`."""
+_USUAL_REST: Final[m.Fields] = tuple(InferenceRequest("", None))[_HEAD:]
 
-def request_fields(request: InferenceRequest) -> m.RequestFields:
-    """The request, as a message has it: the same object."""
-    return cast(m.RequestFields, request)
+
+def request_fields(request: InferenceRequest) -> tuple[Any, Any]:
+    """The request, as messages have it: a `RequestHead`, and a `RequestRest` or None."""
+    fields: m.Fields = request
+    rest = fields[_HEAD:]
+    return fields[:_HEAD], None if rest == _USUAL_REST else rest
 
 
-def read_request(fields: m.RequestFields) -> InferenceRequest:
-    """The request that travelled as its tuple."""
-    return tuple.__new__(InferenceRequest, fields)  # `_make` is a function in Python
+def read_request(message: Any) -> InferenceRequest:
+    """The request of a `Submit` or `Remember`. Any: or compiled code looks at each field of the tuples."""
+    rest = message.rest
+    fields: m.Fields = message.head
+    return tuple.__new__(InferenceRequest, fields + (_USUAL_REST if rest is None else rest))  # `_make` is in Python
+
+
+def submit_of(  # noqa: PLR0913, PLR0917 - see RequestRuntime.submit
+    number: int,
+    request: InferenceRequest,
+    record: RequestRecord,
+    avoid: frozenset[EndpointUid],
+    suspect: EndpointUid | None,
+    again: bool,
+    owner: str | None,
+) -> m.Submit:
+    """The message about an attempt that begins."""
+    head, rest = request_fields(request)
+    return m.Submit(
+        number,
+        head,
+        record.method,
+        record.path,
+        record.client,
+        record.route,
+        record.started_at,
+        rest,
+        record.key,
+        tuple(avoid),
+        suspect,
+        again,
+        owner,
+    )
+
+
+def shortest(message: m.Submit) -> m.Submit | tuple[object, ...]:
+    """The same without the fields at its end that are as in most requests, if all are: a third of its bytes, and of the
+    time that it takes to read."""
+    if (
+        message.rest is not None
+        or message.key is not None
+        or message.avoid
+        or message.suspect is not None
+        or message.again
+        or message.owner is not None
+    ):
+        return message
+    return (
+        _SUBMIT,
+        message.number,
+        message.head,
+        message.method,
+        message.path,
+        message.client,
+        message.route,
+        message.started_at,
+    )
 
 
 def read_usage(fields: m.Fields | None) -> Usage | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any, Final, Generic, TypeVar, cast
+from typing import Any, Final, Generic, TypeAlias, TypeVar, cast
 
 import msgspec
 
@@ -26,6 +26,8 @@ _MIN_INTEGER: Final = -(1 << 63)
 _MAX_INTEGER: Final = (1 << 64) - 1
 
 Received = TypeVar("Received")
+Sent: TypeAlias = msgspec.Struct | tuple[object, ...]
+"""A message, or its tag and the first of its fields if the others are as by default."""
 
 
 def encodable(value: Any) -> Any:
@@ -48,13 +50,16 @@ class Link(Generic[Received]):
 
     def __init__(self, kinds: Any, received: Callable[[list[Received]], None], lost: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._decode: Callable[[memoryview], list[Received]] = msgspec.msgpack.Decoder(list[kinds]).decode
+        self._decode: Callable[[bytes], list[Received]] = msgspec.msgpack.Decoder(list[kinds]).decode
         self._encode_into = msgspec.msgpack.Encoder().encode_into
         self._received = received
         self._lost = lost
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray()
-        self._unsent: list[msgspec.Struct] = []
+        """The beginning of a frame."""
+        self._wanted = _SIZE
+        """So many bytes of it are needed to go on."""
+        self._unsent: list[Sent] = []
         self.sent = self.arrived = 0
         """Messages."""
 
@@ -62,7 +67,7 @@ class Link(Generic[Received]):
         """The link, as asyncio's types want it."""
         return cast(asyncio.Protocol, self)
 
-    def send(self, message: msgspec.Struct) -> None:
+    def send(self, message: Sent) -> None:
         """Send at the end of this turn of the loop; not at all if the link is lost."""
         unsent = self._unsent
         if not unsent:
@@ -70,7 +75,7 @@ class Link(Generic[Received]):
         unsent.append(message)
 
     @property
-    def last(self) -> msgspec.Struct | None:
+    def last(self) -> Sent | None:
         """The last message that is to be sent at the end of this turn."""
         return self._unsent[-1] if self._unsent else None
 
@@ -116,27 +121,36 @@ class Link(Generic[Received]):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio."""
+        """See asyncio. Most often whole frames arrive, which are read where they are."""
         buffer = self._buffer
-        buffer += data
-        start = 0
-        while len(buffer) - start >= _SIZE:
-            size = int.from_bytes(buffer[start : start + _SIZE], "little")
+        if buffer:
+            buffer += data
+            if len(buffer) < self._wanted:
+                return
+            data = bytes(buffer)
+            buffer.clear()
+        start, end = 0, len(data)
+        while end - start >= _SIZE:
+            size = data[start] | data[start + 1] << 8 | data[start + 2] << 16 | data[start + 3] << 24
             if size > MAX_FRAME_BYTES:
                 self._fail("a message is too large")
                 return
-            if len(buffer) - start - _SIZE < size:
+            stop = start + _SIZE + size
+            if stop > end:
+                self._wanted = stop - start
                 break
             try:
-                with memoryview(buffer) as view:
-                    messages = self._decode(view[start + _SIZE : start + _SIZE + size])
+                messages = self._decode(data[start + _SIZE : stop])
             except msgspec.MsgspecError as error:
                 self._fail(str(error))
                 return
-            start += _SIZE + size
+            start = stop
             self._received(messages)
             self.arrived += len(messages)
-        del buffer[:start]
+        else:
+            self._wanted = _SIZE
+        if start < end:
+            buffer += data[start:]
 
     def pause_writing(self) -> None:
         """See asyncio. `flush` bounds what is unsent."""

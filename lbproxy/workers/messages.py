@@ -17,11 +17,12 @@ from lbproxy.core.requests.outcome import Outcome
 
 Fields: TypeAlias = tuple[Any, ...]
 """The fields of a NamedTuple."""
-RequestFields: TypeAlias = tuple[
-    str, str | None, bool, int, int, tuple[int, ...], int | None, int, str | None, bool, str, float | None, int,
-    str | None, bool, bool, bool, bool, bool, int, int, int,
+RequestHead: TypeAlias = tuple[str, str | None, bool, int, int, tuple[int, ...], int | None]
+"""Of an InferenceRequest, from its id to its max_tokens: what differs in most requests."""
+RequestRest: TypeAlias = tuple[
+    int, str | None, bool, str, float | None, int, str | None, bool, bool, bool, bool, bool, int, int, int,
 ]  # fmt: skip
-"""The fields of an InferenceRequest."""
+"""The fields after that."""
 ServedFields: TypeAlias = tuple[
     int, str | None, int, int, int, int, Fields | None, float, float | None, float | None, float,
 ]  # fmt: skip
@@ -47,21 +48,24 @@ class Hello(Message, tag=1):
 
 
 class Submit(Message, tag=2):
-    """An attempt begins: see RequestRuntime.submit."""
+    """An attempt begins: see RequestRuntime.submit. What comes after `started_at` is as here in most requests, and not
+    sent then (`contents.shortest`)."""
 
     number: int
-    request: RequestFields
-    avoid: tuple[int, ...]
-    suspect: int | None
-    again: bool
-    owner: str | None
-    """The base URL of the endpoint that has the stored response `request.response_id`; None = not known."""
+    head: RequestHead
     method: str
     path: str
     client: str
     route: str
-    key: str | None
     started_at: float
+    rest: RequestRest | None = None
+    """None: the defaults of an InferenceRequest."""
+    key: str | None = None
+    avoid: tuple[int, ...] = ()
+    suspect: int | None = None
+    again: bool = False
+    owner: str | None = None
+    """The base URL of the endpoint that has the request's stored response; None = not known."""
 
 
 class FirstByte(Message, tag=3):
@@ -332,7 +336,8 @@ class Remember(Message, tag=38):
 
     response_id: str
     uid: int
-    request: RequestFields
+    head: RequestHead
+    rest: RequestRest | None
 
 
 class Refreshed(Message, tag=39):

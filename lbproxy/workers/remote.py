@@ -40,7 +40,7 @@ from lbproxy.core.requests.retry import FailureKind, Retries, UpstreamError, Ver
 from lbproxy.pulse import Pulse
 from lbproxy.request_runtime import RequestRuntime
 from lbproxy.workers import messages as m
-from lbproxy.workers.contents import read_endpoint, read_handover, read_request, request_fields
+from lbproxy.workers.contents import read_endpoint, read_handover, read_request, shortest, submit_of
 from lbproxy.workers.known import Known
 from lbproxy.workers.link import Link
 from lbproxy.workers.reports import Reports
@@ -189,23 +189,11 @@ class RemoteRuntime(RequestRuntime):
             self._retries.count_request(now=now)
         owner = self.known.owner(request, now) if request.response_id is not None else None
         state = None if owner is None else self.known.get(owner)
-        message = m.Submit(
-            number,
-            request_fields(request),
-            tuple(avoid),
-            suspect,
-            again,
-            None if state is None else state.endpoint.key,
-            record.method,
-            record.path,
-            record.client,
-            record.route,
-            record.key,
-            record.started_at,
-        )
+        owned_by = None if state is None else state.endpoint.key
+        message = submit_of(number, request, record, avoid, suspect, again, owned_by)
         self._open[number] = _Open(ticket, record, message, settled)
         if self._welcomed and self._link is not None:
-            self._link.send(message)
+            self._link.send(shortest(message))
         else:
             self._place_alone(ticket)
         return ticket
@@ -463,7 +451,7 @@ class RemoteRuntime(RequestRuntime):
         self.known.list_models(EndpointUid(message.uid), read)
 
     def _on_remember(self, message: m.Remember) -> None:
-        request = read_request(message.request)
+        request = read_request(message)
         self.known.stored_responses.remember(message.response_id, EndpointUid(message.uid), request, now=self.now())
 
     def _on_refreshed(self, message: m.Refreshed) -> None:

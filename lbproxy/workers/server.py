@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.endpoints.health import Transition
@@ -129,16 +129,16 @@ class Session:
         self._submit(job, message)
 
     def _begin(self, message: m.Submit) -> _Job:
-        request = message.request
-        record = RequestRecord(request[0], message.method, message.path, message.client, message.started_at)
+        head: m.Fields = cast(Any, message).head  # see `read_request`
+        record = RequestRecord(head[0], message.method, message.path, message.client, message.started_at)
         record.route, record.key = message.route, message.key
-        record.model, record.stream = request[1], request[2]
+        record.model, record.stream = head[1], head[2]
         job = self.jobs[message.number] = _Job(message.number, record, message)
         return job
 
     def _submit(self, job: _Job, message: m.Submit) -> None:
         runtime, job.submit = self._runtime, message
-        request = read_request(message.request)
+        request = read_request(message)
         if message.owner is not None and request.response_id is not None:
             runtime.owns_response(message.owner, request.response_id, request)
         job.record.flow = request.flow
@@ -245,7 +245,8 @@ class Session:
     def _on_stores(self, message: m.Stores) -> None:
         if (ticket := self._placed(message.number)) is not None:
             self._runtime.stores(ticket, message.response_id)
-            note = m.Remember(message.response_id, ticket.placed_state.endpoint.uid, request_fields(ticket.request))
+            uid = ticket.placed_state.endpoint.uid
+            note = m.Remember(message.response_id, uid, *request_fields(ticket.request))
             for other in self._server.sessions:
                 if other is not self:
                     other.link.send(note)
@@ -282,7 +283,7 @@ class Session:
     def _on_running(self, message: m.Running) -> None:
         """A request that was placed by another balancer process, or by the worker alone."""
         job = self._begin(message.submit)
-        job.ticket = self._runtime.adopt(read_request(message.submit.request), message.url, began=message.began)
+        job.ticket = self._runtime.adopt(read_request(message.submit), message.url, began=message.began)
 
     def strand(self) -> None:
         """Tell the worker which of its requests are stranded."""

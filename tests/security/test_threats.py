@@ -11,7 +11,7 @@ import pytest
 
 from lbproxy.config.sections.access import MIN_SECRET_CHARS
 from lbproxy.config.tree import MAX_ENDPOINTS
-from lbproxy.control.telemetry.telemetry import MAX_LABEL_CHARS, MAX_MODEL_LABELS
+from lbproxy.control.families.requests import MAX_LABEL_CHARS, MAX_MODEL_LABELS
 from lbproxy.net.listening.listener import HANDSHAKE_S
 
 ROOT = Path(__file__).parents[2]

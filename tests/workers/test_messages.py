@@ -33,6 +33,7 @@ from lbproxy.workers.contents import (
     read_usage,
     request_fields,
     served,
+    shortest,
 )
 
 REQUEST = InferenceRequest(
@@ -56,9 +57,9 @@ REQUEST = InferenceRequest(
     open_ended=True,
 )
 USAGE = Usage(100, 64, 5, None)
-SUBMIT = m.Submit(
-    1, request_fields(REQUEST), (1 << 32, 5), 5, True, "http://a:1", "POST", "/v1/é", "::1", "chat", "key", 1.25
-)
+HEAD, REST = request_fields(REQUEST)
+SUBMIT = m.Submit(1, HEAD, "POST", "/v1/é", "::1", "chat", 1.25, REST, "key", (1 << 32, 5), 5, True, "http://a:1")
+PLAIN = m.Submit(1, request_fields(InferenceRequest("r", None))[0], "GET", "", "", "x", 0.0)
 ENDPOINT = Endpoint(
     uid=EndpointUid((1 << 32) + 3),
     name="e1",
@@ -96,7 +97,7 @@ def plain_record() -> RequestRecord:
 MESSAGES: list[m.Message] = [
     m.Hello(0, 4194304),
     SUBMIT,
-    m.Submit(1, request_fields(InferenceRequest("r", None)), (), None, False, None, "GET", "", "", "x", None, 0.0),
+    PLAIN,
     m.FirstByte(2**40),
     m.Progress({1: 0, 2**40: 3}),
     m.Close(1, m.OUTCOME_NUMBERS[Outcome.CLIENT_CLOSED], USAGE, timed_out=True),
@@ -126,7 +127,7 @@ MESSAGES: list[m.Message] = [
     m.Members([]),
     m.Models(1, [m.Card("m", b'{"id":"m"}', None), m.Card("a", b"{}", "m")]),
     m.Models(1, None),
-    m.Remember("resp_1", 1, request_fields(REQUEST)),
+    m.Remember("resp_1", 1, HEAD, REST),
     m.Refreshed(3),
     m.Settle("listen: 1\n", 256),
     m.Pong(),
@@ -172,9 +173,24 @@ def test_a_request_is_the_same_object_with_the_same_types() -> None:
     """Block keys are hashed again, and compared with those of other requests: lists would not do."""
     read = through(SUBMIT)
     assert isinstance(read, m.Submit)
-    request = read_request(read.request)
+    request = read_request(read)
     assert request == REQUEST
     assert [type(one) for one in request] == [type(one) for one in REQUEST]
+
+
+def test_a_plain_attempt_is_sent_without_what_is_as_in_most() -> None:
+    short = shortest(PLAIN)
+    assert isinstance(short, tuple)
+    encode, decoder = msgspec.msgpack.encode, msgspec.msgpack.Decoder(m.FromWorker)
+    assert len(encode(short)) < len(encode(PLAIN))
+    assert decoder.decode(encode(short)) == PLAIN
+    assert read_request(decoder.decode(encode(short))) == InferenceRequest("r", None)
+
+
+@pytest.mark.parametrize("field", ["rest", "key", "avoid", "suspect", "again", "owner"])
+def test_an_attempt_with_one_thing_that_most_have_not_is_sent_whole(field: str) -> None:
+    message = msgspec.structs.replace(PLAIN, **{field: getattr(SUBMIT, field)})
+    assert shortest(message) is message
 
 
 def test_a_usage_and_a_refusal_are_read_from_any_sequence() -> None:

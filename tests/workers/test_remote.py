@@ -447,7 +447,7 @@ def test_a_stored_response_keeps_its_owner_over_a_new_balancer_process() -> None
             await worker.told(placed(ticket.number, 2))
             worker.runtime.stores(ticket, "resp_1")
             assert await worker.heard(m.Stores) == [m.Stores(ticket.number, "resp_1")]
-            await worker.told(m.Remember("resp_2", 1, request_fields(request)))
+            await worker.told(m.Remember("resp_2", 1, *request_fields(request)))
         following = InferenceRequest("r", "m", response_id="resp_1")
         ticket = worker.runtime.submit(following, a_record(), NOBODY, worker.settled.append)
         assert endpoint_of(ticket) == "e2"

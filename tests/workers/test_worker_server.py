@@ -92,8 +92,8 @@ async def balancing(count: int = 2) -> AsyncIterator[Balancing]:
 
 
 def submit(number: int, model: str = MODEL, *, avoid: tuple[int, ...] = (), again: bool = False) -> m.Submit:
-    fields = request_fields(InferenceRequest(f"r{number}", model))
-    return m.Submit(number, fields, avoid, None, again, None, "POST", "/v1/x", "127.0.0.1", "chat", "key", 0.0)
+    head, rest = request_fields(InferenceRequest(f"r{number}", model))
+    return m.Submit(number, head, "POST", "/v1/x", "127.0.0.1", "chat", 0.0, rest, "key", avoid, None, again)
 
 
 def ended(number: int, outcome: Outcome = Outcome.COMPLETED) -> m.Ended:

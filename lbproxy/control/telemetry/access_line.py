@@ -23,19 +23,17 @@ MAX_KNOWN: Final = 1024
 
 
 @functools.lru_cache(maxsize=4)
-def _second(at: int) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(at))
-
-
-@functools.lru_cache(maxsize=4)
-def _millisecond(at: int) -> str:
-    """Of 10,000 requests in a second ten have the same."""
-    return f"{_second(at // 1000)}.{at % 1000:03d}Z"
+def _second(at: int) -> bytes:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(at)).encode("ascii")
 
 
 def stamp(at: float) -> str:
     """Wall time (seconds since the epoch) by RFC 3339: UTC, milliseconds."""
-    return _millisecond(int(at * 1000))
+    return _stamp(int(at * 1000)).decode("ascii")
+
+
+def _stamp(at_ms: int) -> bytes:
+    return _second(at_ms // 1000) + _DECIMALS[at_ms % 1000] + b"Z"
 
 
 def plain(text: str, limit: int) -> str:
@@ -96,7 +94,7 @@ def _is_harmless(text: str) -> bool:
 
 def now() -> bytes:
     """What `access_line` wants of the wall clock."""
-    return _millisecond(int(time.time() * 1000)).encode("ascii")
+    return _stamp(int(time.time() * 1000))
 
 
 def access_line(record: RequestRecord, at: bytes) -> bytes:

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from lbproxy.control.families.common import Totals
+from lbproxy.control.families.requests import FIRST_BYTE_BUCKETS
 from lbproxy.control.telemetry.access_line import stamp
-from lbproxy.control.telemetry.telemetry import FIRST_BYTE_BUCKETS
 from lbproxy.core.observed.snapshot import PoolSnapshot
 
 STEP_S = 5.0

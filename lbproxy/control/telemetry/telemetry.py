@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What lbproxy tells of itself: every Prometheus family, and the sink that feeds the access log.
 
-`Telemetry.request` runs once per request on the event loop, so it only adds to plain dicts and lists; all else happens
-in `page`, when somebody scrapes. What belongs to an endpoint or to the queue is not counted here at all but read from
-the Balancer's snapshot at that moment. Invariants:
+`Telemetry.ended` has each request counted (`families.requests`) and logged; all else happens in `page`, when somebody
+scrapes. What belongs to an endpoint or to the queue is not counted here at all but read from the Balancer's snapshot at
+that moment. Invariants:
 
 - Names and labels are an interface: dashboards depend on them.
-- Labels are bounded: routes, outcomes and endpoints by design, status codes to registered ones and our own, models to
-  the first 100 that endpoints say they serve, flows to the 100 that got most. Whatever else a client writes into
-  `model` is `other`.
+- Labels are bounded: endpoints by design, flows to the 100 that got most; those of requests in `families.requests`.
 - What an engine did not say, or said too long ago, has no sample. It is never 0.
 - Series of an endpoint or model that is gone vanish.
 """
@@ -20,7 +18,6 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from http import HTTPStatus
 from typing import Final, NamedTuple, Protocol
 
 from prometheus_client import ProcessCollector
@@ -56,12 +53,12 @@ from lbproxy.control.families.endpoints import one_per_name, render_endpoints
 from lbproxy.control.families.histogram import Histogram
 from lbproxy.control.families.kv_events import KvEvents, kv_families
 from lbproxy.control.families.replicas import Replicas, replica_families
+from lbproxy.control.families.requests import RequestCounts
 from lbproxy.control.families.scaling import scaling_families
 from lbproxy.control.families.sleeping import Sleeping, sleep_families
-from lbproxy.control.families.tiers import PlacementCounts
 from lbproxy.control.probing.scraper import Scraper
 from lbproxy.control.telemetry import access_line as line
-from lbproxy.control.telemetry.access_line import LEVELS, OUTCOMES, access_line
+from lbproxy.control.telemetry.access_line import LEVELS, access_line
 from lbproxy.control.telemetry.log import configure_logging
 from lbproxy.control.telemetry.writer import LineWriter
 from lbproxy.core.endpoints.endpoint import EndpointUid
@@ -69,18 +66,11 @@ from lbproxy.core.endpoints.health import Health, Transition
 from lbproxy.core.observed.learned import EndpointLearned
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.observed.snapshot import PoolSnapshot
-from lbproxy.core.requests.outcome import Outcome
-from lbproxy.core.requests.request import Usage
 
 logger = logging.getLogger("lbproxy")
 
-MAX_MODEL_LABELS: Final = 100
-MAX_LABEL_CHARS: Final = 128
 MAX_TRANSITION_COUNTS: Final = 4096
 """About what 1,024 endpoints with the states that most know can have: then those that left are forgotten."""
-MODELS_EVERY_S: Final = 1.0
-"""How often an unknown model name may make us look again at what the endpoints serve."""
-OTHER: Final = "other"
 SAMPLES_A_TURN: Final = 1000
 """Of a page of metrics: to write so many takes about 5 ms."""
 LEARNED_A_TURN: Final = 250
@@ -88,14 +78,7 @@ LEARNED_A_TURN: Final = 250
 ENDPOINTS_A_TURN: Final = 50
 """Of more the page is written in a thread."""
 
-# Seconds; with +Inf 12 buckets each. A short chat answer takes about 1 s, a long generation minutes.
-DURATION_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0, 180.0, 600.0)
-FIRST_BYTE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0, 120.0)
-LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
-QUEUE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 10.0, 30.0)
-
-_BROKEN: Final = {OUTCOMES[one][0] for one in (Outcome.UPSTREAM_BROKE, Outcome.CUT)}
-_CODES_SHOWN: Final = frozenset(map(int, HTTPStatus)) | {status for _, status in OUTCOMES.values()}
+LAG_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
 class Snapshots(Protocol):
@@ -134,24 +117,15 @@ class _Connections(NamedTuple):
 
 
 @dataclass
-class _Processes:
-    """Other processes that this one works with."""
+class _Watched:
+    """What is shown of, once there is any."""
 
+    sources: Discovery | None = None
+    tracing: Tracing | None = None
     workers: Workers | None = None
     replicas: Replicas | None = None
     kv_events: KvEvents | None = None
     sleeping: Sleeping | None = None
-
-
-class _RouteTimes:
-    """The histograms of one route."""
-
-    __slots__ = ("duration", "first_byte")
-
-    def __init__(self) -> None:
-        self.duration = Histogram(DURATION_BUCKETS)
-        self.first_byte = {stream: Histogram(FIRST_BYTE_BUCKETS) for stream in (False, True)}
-        """By whether a stream was wanted: the first byte of a non-streaming response is its end."""
 
 
 class Telemetry:
@@ -166,30 +140,11 @@ class Telemetry:
         self._pool: Snapshots | None = None
         self._open: _Connections | None = None
         self._scrapers: dict[EndpointUid, Scraper] = {}
-        self._sources: Discovery | None = None
-        self._tracing: Tracing | None = None
-        self._processes = _Processes()
+        self._watched = _Watched()
 
-        self._requests: defaultdict[tuple[str, str, int], int] = defaultdict(int)
-        self._by_endpoint: defaultdict[tuple[str, str], int] = defaultdict(int)
-        self._failed: defaultdict[tuple[str, str], int] = defaultdict(int)
-        self._by_model: defaultdict[tuple[str, str], int] = defaultdict(int)
-        self._times: defaultdict[str, _RouteTimes] = defaultdict(_RouteTimes)
-        self._queue_wait = Histogram(QUEUE_BUCKETS)
-        self._attempts = 0
-        self._retries = 0
-        self._tokens = [0, 0]
-        """Of prompts and of responses."""
-        self._cached_tokens = [0.0, 0.0]
-        """Of prompts, as expected and as endpoints said, over the responses that say."""
-        self._bytes = [0, 0]
-        """Of requests and of responses."""
-        self._special = PlacementCounts()
+        self._requests = RequestCounts(lambda: self._forget_the_gone(self._snapshot()))
         self._transitions: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._ejections: defaultdict[tuple[str, str], int] = defaultdict(int)
-        self._model_labels: dict[str, str] = {}
-        self._models_due_at = float("-inf")
-
         self._lag = Histogram(LAG_BUCKETS)
         self._own_load: tuple[Load, Door] | None = None
         self.loads = Loads()
@@ -206,7 +161,7 @@ class Telemetry:
 
     def watch_load(self, load: Load, door: Door, pulse: Ticker, workers: Workers | None = None) -> None:
         """Show what is refused and why, and how late the event loop is."""
-        self._own_load, self._processes.workers = (load, door), workers
+        self._own_load, self._watched.workers = (load, door), workers
         pulse.listen(self._lag.observe)
 
     def reconfigure(self, log: LogSettings) -> None:
@@ -217,23 +172,23 @@ class Telemetry:
 
     def watch_sources(self, sources: Discovery) -> None:
         """Show how finding endpoints gets on."""
-        self._sources = sources
+        self._watched.sources = sources
 
     def watch_traces(self, tracing: Tracing) -> None:
         """Show what becomes of traces, while there are any."""
-        self._tracing = tracing
+        self._watched.tracing = tracing
 
     def watch_replicas(self, replicas: Replicas | None) -> None:
         """Show the exchange with other replicas, if there is one."""
-        self._processes.replicas = replicas
+        self._watched.replicas = replicas
 
     def watch_kv_events(self, events: KvEvents) -> None:
         """Show how the KV events of endpoints arrive, while any are read."""
-        self._processes.kv_events = events
+        self._watched.kv_events = events
 
     def watch_sleeping(self, sleeping: Sleeping) -> None:
         """Show which endpoints sleep, while any may."""
-        self._processes.sleeping = sleeping
+        self._watched.sleeping = sleeping
 
     @property
     def internal_errors(self) -> int:
@@ -255,66 +210,14 @@ class Telemetry:
     def ended(self, records: list[RequestRecord]) -> None:
         """See runtime.Sink. 5 µs each, the access log's line included."""
         for record in records:
-            self._count(record)
+            self._requests.count(record)
         if self._write_access is not None:
             at, level = line.now(), self._access_level
             self._write_access([access_line(one, at) for one in records if LEVELS[one.outcome] >= level])
 
-    def _count(self, record: RequestRecord) -> None:
-        outcome, status = OUTCOMES[record.outcome]
-        started_at, first_byte_at, route = record.started_at, record.first_byte_at, record.route
-        self._requests[route, outcome, record.status or status] += 1
-        if record.placed_at is not None:
-            # Refusals take no time and would hide how long the real ones take.
-            times = self._times[route]
-            times.duration.observe(record.ended_at - started_at)
-            if first_byte_at is not None:
-                times.first_byte[record.stream].observe(first_byte_at - started_at)
-            self._queue_wait.observe(record.queue_s)
-            attempts = record.attempts
-            self._attempts += attempts
-            if attempts > 1:
-                self._retries += attempts - 1
-            self._by_endpoint[record.endpoint or "", outcome] += 1
-        if record.failed:
-            for failure in record.failed:
-                self._failed[failure] += 1
-        if record.usage is not None:
-            self._count_tokens(record.usage, record)
-        if record.tier > 1 or record.prefill is not None or record.first_legs:
-            self._special.count(record)
-        counted = self._bytes
-        counted[0] += record.request_bytes
-        counted[1] += record.response_bytes
-        model = record.model
-        if model is not None:
-            label = self._model_labels.get(model)
-            if label is None:
-                label = self._label_new_model(model, record.ended_at)
-            self._by_model[label, outcome] += 1
-
-    def _count_tokens(self, usage: Usage, record: RequestRecord) -> None:
-        self._tokens[0] += usage.prompt_tokens or 0
-        self._tokens[1] += usage.completion_tokens or 0
-        predicted = record.predicted_cached_tokens
-        cached = usage.cached_tokens if record.prefill is None else record.cached_tokens
-        if cached is not None and predicted is not None:
-            self._cached_tokens[0] += predicted
-            self._cached_tokens[1] += cached
-
     def totals(self) -> Totals:
         """What was counted since the start."""
-        totals = Totals(first_bytes=[0] * (len(FIRST_BYTE_BUCKETS) + 1), tokens=self._tokens[1])
-        for (_, outcome, status), count in self._requests.items():
-            totals.requests += count
-            if status >= 500 or outcome in _BROKEN:
-                totals.errors += count
-            elif status == 429:
-                totals.rejected += count
-        for times in self._times.values():
-            for index, count in enumerate(times.first_byte[True].counts):
-                totals.first_bytes[index] += count
-        return totals
+        return self._requests.totals()
 
     def transition(self, transition: Transition) -> None:
         """See runtime.Sink. One log line, and a count."""
@@ -327,14 +230,6 @@ class Telemetry:
         level = logging.WARNING if transition.after in {Health.DOWN, Health.EJECTED} else logging.INFO
         extra = {"event": "transition", "endpoint": name, "from": before, "to": after, "reason": transition.reason}
         logger.log(level, "%s is %s: %s", name, after.replace("_", " "), transition.reason, extra=extra)
-
-    def _label_new_model(self, model: str, now: float) -> str:
-        """The label of a name seen for the first time, or of one that is not known to be served."""
-        if now < self._models_due_at:
-            return OTHER
-        self._models_due_at = now + MODELS_EVERY_S
-        self._forget_the_gone(self._snapshot())
-        return self._model_labels.get(model, OTHER)
 
     # Page
 
@@ -373,26 +268,28 @@ class Telemetry:
 
     def _families(self, snapshot: PoolSnapshot) -> Iterator[Metric]:
         # None of these iterates over live state while it is suspended.
-        yield from self._request_families()
-        yield from self._endpoint_counters()
+        yield from self._requests.families()
+        yield from self._requests.by_endpoint()
+        text = "Transitions of an endpoint's state, by the new state"
+        yield counters("endpoint_transitions", text, ("endpoint", "to"), self._transitions.items())
         yield from scaling_families(snapshot.models)
-        yield from self._special.families(snapshot, sum(self._queue_wait.counts))
+        yield from self._requests.special(snapshot)
         yield from self._scrape_families()
-        if self._sources is not None:
-            yield from source_families(self._sources.names, self._sources.files)
+        if self._watched.sources is not None:
+            yield from source_families(self._watched.sources.names, self._watched.sources.files)
         yield from self._process_families(snapshot)
-        if self._tracing is not None and self._tracing.traces is not None:
-            yield trace_family(self._tracing.traces)
+        if self._watched.tracing is not None and self._watched.tracing.traces is not None:
+            yield trace_family(self._watched.tracing.traces)
         if self._own_load is not None:
             yield from load_families(*self._own_load)
-        if self._processes.workers is not None:
-            yield from worker_families(self._processes.workers)
-        if self._processes.replicas is not None:
-            yield from replica_families(self._processes.replicas)
-        if self._processes.kv_events is not None:
-            yield from kv_families(self._processes.kv_events)
-        if self._processes.sleeping is not None:
-            yield from sleep_families(self._processes.sleeping, snapshot)
+        if self._watched.workers is not None:
+            yield from worker_families(self._watched.workers)
+        if self._watched.replicas is not None:
+            yield from replica_families(self._watched.replicas)
+        if self._watched.kv_events is not None:
+            yield from kv_families(self._watched.kv_events)
+        if self._watched.sleeping is not None:
+            yield from sleep_families(self._watched.sleeping, snapshot)
         yield from self._process.collect()
 
     def _snapshot(self) -> PoolSnapshot:
@@ -403,64 +300,9 @@ class Telemetry:
         uids = {one.endpoint.uid for one in snapshot.endpoints}
         names = {one.endpoint.name for one in snapshot.endpoints}
         keep(self._scrapers, lambda uid: uid in uids)
-        keep(self._by_endpoint, lambda key: key[0] in names)
-        keep(self._failed, lambda key: key[0] in names)
         keep(self._transitions, lambda key: key[0] in names)
         keep(self._ejections, lambda key: key[0] in names)
-        self._special.forget_the_gone(names)
-        served = dict.fromkeys(model for one in snapshot.endpoints for model in one.models or ())
-        kept = [model for model in self._model_labels if model in served]
-        new = [model for model in served if model not in self._model_labels]
-        self._model_labels = {model: model[:MAX_LABEL_CHARS] for model in [*kept, *new][:MAX_MODEL_LABELS]}
-        labels = {OTHER, *self._model_labels.values()}
-        keep(self._by_model, lambda key: key[0] in labels)
-
-    def _request_families(self) -> Iterator[Metric]:
-        requests: defaultdict[tuple[str, str, str], int] = defaultdict(int)
-        for (route, outcome, status), count in self._requests.items():
-            code = str(status) if status in _CODES_SHOWN else f"{status // 100}xx"
-            requests[route, outcome, code] += count
-        yield counters(
-            "requests",
-            "Requests that ended, by route, outcome and status",
-            ("route", "outcome", "code"),
-            requests.items(),
-        )
-        duration = histogram(
-            "request_duration_seconds", "From a request's head to the end of its response, without refused requests"
-        )
-        text = "From a request's head to the first byte of the response body; of a non-streaming response, to its end"
-        first_byte = histogram("time_to_first_byte_seconds", text, ("route", "stream"))
-        for route, times in self._times.items():
-            add_to(duration, [route], times.duration)
-            for stream, seen in times.first_byte.items():
-                add_to(first_byte, [route, str(stream).lower()], seen)
-        yield duration
-        yield first_byte
-        queue_wait = histogram("queue_wait_seconds", "Time in the queue, all attempts of a request together", ())
-        add_to(queue_wait, [], self._queue_wait)
-        yield queue_wait
-        yield counter("attempts", "Attempts to send a request to an endpoint", self._attempts)
-        yield counter("retries", "Attempts after a request's first", self._retries)
-        yield counter("prompt_tokens", "Prompt tokens, if the response's usage reports them", self._tokens[0])
-        yield counter("completion_tokens", "Response tokens, if the response's usage reports them", self._tokens[1])
-        text = "Cached prompt tokens: as predicted at placement, and as observed if usage reports them"
-        kinds = zip((("predicted",), ("observed",)), self._cached_tokens, strict=True)
-        yield counters("cached_prompt_tokens", text, ("kind",), kinds)
-        yield counter("request_bytes", "Bytes of request bodies", self._bytes[0])
-        yield counter("response_bytes", "Bytes of responses sent to clients", self._bytes[1])
-        by_model = self._by_model.items()
-        text = f"Requests by model; other: models that no endpoint lists, and all after the first {MAX_MODEL_LABELS}"
-        yield counters("model_requests", text, ("model", "outcome"), by_model)
-
-    def _endpoint_counters(self) -> Iterator[Metric]:
-        by_endpoint = self._by_endpoint.items()
-        text = "Requests that ended, by the endpoint of their last attempt"
-        yield counters("endpoint_requests", text, ("endpoint", "outcome"), by_endpoint)
-        text = "Failed attempts before a response, by failure; a retry elsewhere may have succeeded"
-        yield counters("endpoint_failed_attempts", text, ("endpoint", "failure"), self._failed.items())
-        text = "Transitions of an endpoint's state, by the new state"
-        yield counters("endpoint_transitions", text, ("endpoint", "to"), self._transitions.items())
+        self._requests.forget_the_gone(names, [model for one in snapshot.endpoints for model in one.models or ()])
 
     def _scrape_families(self) -> Iterator[Metric]:
         scrapes = {one.endpoint.server: one.status for one in self._scrapers.values()}
@@ -481,7 +323,7 @@ class Telemetry:
             text = "Open connections to endpoints, including idle ones"
             yield gauge("upstream_connections", text, self._open.upstreams.open_connections)
         text = "Internal errors, logged with a traceback: please report them"
-        workers = self._processes.workers
+        workers = self._watched.workers
         more, dropped = (0, 0) if workers is None else (workers.internal_errors, workers.dropped_lines)
         yield counter("internal_errors", text, self.internal_errors + more)
         text = "Log lines dropped because standard output was too slow or closed"

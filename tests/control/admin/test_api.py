@@ -26,9 +26,9 @@ from lbproxy.control.admin.server import Admin
 from lbproxy.control.admin.state import State
 from lbproxy.control.discovery.overlay import Overlay, UnknownEntryError
 from lbproxy.control.families.common import Loads, Totals
+from lbproxy.control.families.requests import FIRST_BYTE_BUCKETS
 from lbproxy.control.telemetry.history import STEPS, History, quantile_ms
 from lbproxy.control.telemetry.recent import FULL, MAX_TRANSITIONS, REFUSED, WAITS, Recent
-from lbproxy.control.telemetry.telemetry import FIRST_BYTE_BUCKETS
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec, EndpointUid
 from lbproxy.core.endpoints.health import Health, Transition
 from lbproxy.core.observed.learned import FULL_BY

@@ -17,13 +17,14 @@ from prometheus_client.samples import Sample
 
 from lbproxy import __version__
 from lbproxy.config.tree import LogSettings
-from lbproxy.control.telemetry.telemetry import (
+from lbproxy.control.families.requests import (
     DURATION_BUCKETS,
     FIRST_BYTE_BUCKETS,
-    LEARNED_A_TURN,
+    MAX_KINDS,
     QUEUE_BUCKETS,
-    Telemetry,
+    RequestCounts,
 )
+from lbproxy.control.telemetry.telemetry import LEARNED_A_TURN, Telemetry
 from lbproxy.control.telemetry.writer import LineWriter
 from lbproxy.core.endpoints.breaker import Cause
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
@@ -268,6 +269,17 @@ def test_a_model_that_comes_later_gets_its_series_and_one_that_goes_loses_it() -
         made.ended([record(model="new", ended_at=105.5)])
         counted = read(made)["lbproxy_model_requests_total"]
     assert counted == {("other", "completed"): 1, ("new", "completed"): 1}
+
+
+def test_requests_of_more_kinds_than_are_kept_are_all_counted() -> None:
+    names = [f"e{n}" for n in range(MAX_KINDS + 10)]
+    counts = RequestCounts(lambda: None)
+    for name in [*names, *names]:
+        counts.count(record(endpoint=name))
+    (family, _) = counts.by_endpoint()
+    assert {one.value for one in family.samples} == {2.0}
+    assert len(family.samples) == len(names)
+    assert counts.totals().requests == 2 * len(names)
 
 
 def test_status_codes_are_bounded() -> None:
