@@ -384,7 +384,7 @@ def measured(load: str, how: How = How()) -> float:
     seeded = {**os.environ, "PYTHONHASHSEED": "0"}
     made = subprocess.run(command, capture_output=True, text=True, check=False, cwd=path, env=seeded)
     found = re.search(r"Collected : (\d+)", made.stderr)
-    if found is None:
+    if found is None or made.returncode:
         raise SystemExit(made.stderr[-3000:])
     return int(found[1]) / COUNTED
 

@@ -78,7 +78,7 @@ LEARNED_A_TURN: Final = 250
 ENDPOINTS_A_TURN: Final = 50
 """Of more the page is written in a thread."""
 
-LAG_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
 class Snapshots(Protocol):
