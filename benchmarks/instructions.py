@@ -58,7 +58,7 @@ from lbproxy.processes.plane import WorkersPlane
 from lbproxy.proxy.front.server import FrontEnd
 from lbproxy.runtime import Runtime
 from lbproxy.workers import messages as m
-from lbproxy.workers.contents import served, shortest, submit_of
+from lbproxy.workers.contents import served, submit_of, without_defaults
 from lbproxy.workers.link import Sent
 from lbproxy.workers.server import Session
 
@@ -270,7 +270,7 @@ def _frames(number: int) -> tuple[bytes, bytes]:
     record.request_bytes, record.response_bytes, record.flow = 1040, len(ANSWER), "anonymous"
     record.placed_at = record.first_byte_at = record.ended_at = began
     answered = m.Answered(number, m.OUTCOME_NUMBERS[Outcome.COMPLETED], usage, True)
-    submit = shortest(submit_of(number, request, record, frozenset(), None, False, None))
+    submit = without_defaults(submit_of(number, request, record, frozenset(), None, False, None))
     return _frame(submit), _frame(served(record, answered))
 
 

@@ -45,7 +45,7 @@ async def run(works: Mapping[str, Work]) -> None:
     start = await supervisor.started()
     if start is None:
         return
-    for descriptor in start.others:
+    for descriptor in start.unused_descriptors:
         os.close(descriptor)
     try:
         await works[start.role](supervisor, start)

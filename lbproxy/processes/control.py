@@ -29,7 +29,7 @@ from lbproxy.workers.messages import Message
 BALANCER: Final = "balancer"
 WORKER: Final = "worker"
 STANDBY: Final = "standby"
-"""What may become either."""
+"""A process that may become either."""
 LISTENERS: Final = {BALANCER: "admin", WORKER: "listen"}
 """The setting of the listener that a role has."""
 SHARES: Final = "shares"
@@ -68,7 +68,7 @@ class Start(Message, tag=1):
     """Where clients connect."""
     descriptors: dict[str, list[int]]
     """Of listening sockets, by the setting that they are for."""
-    others: list[int]
+    unused_descriptors: list[int]
     """Of listening sockets that are not for this role: to be closed."""
 
 
@@ -152,9 +152,9 @@ LAST_WORDS_S: Final = 1.0
 class Child:
     """A child process, as the supervisor sees it."""
 
-    def __init__(self, received: Callable[[ToSupervisor], None]) -> None:
+    def __init__(self, name: str, received: Callable[[ToSupervisor], None]) -> None:
         """`received` is called with each message."""
-        self.name = STANDBY
+        self.name = name
         self._ready: Callable[[], None] = lambda: None
         self._descriptors: dict[str, list[int]] = {}
         self.beat_at = asyncio.get_running_loop().time()
@@ -162,7 +162,7 @@ class Child:
         """Why it could not start."""
         self.process: asyncio.subprocess.Process | None = None
         self.ready_at: float | None = None
-        self.running: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.running_requests: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         """Requests of a worker that was told to stop."""
         self.cut = 0
         """Requests that it ended before they were complete."""
@@ -194,13 +194,13 @@ class Child:
         """Have the process do its work. `ready` is called when it does."""
         listener = LISTENERS[start.role]
         start.descriptors = {key: fds for key, fds in self._descriptors.items() if key == listener}
-        start.others = [fd for key, fds in self._descriptors.items() if key != listener for fd in fds]
+        start.unused_descriptors = [fd for key, fds in self._descriptors.items() if key != listener for fd in fds]
         self.name, self._ready = name, ready
         self.beat_at = asyncio.get_running_loop().time()
         self.link.send(start)
 
     @property
-    def is_running(self) -> bool:
+    def is_alive(self) -> bool:
         """Its process was started and has not ended."""
         return self.process is not None and self.process.returncode is None
 
@@ -217,16 +217,16 @@ class Child:
             async with asyncio.timeout(LAST_WORDS_S):
                 await self._lost.wait()
         self.link.close()
-        self._set_running(0)
+        self._set_running_requests(0)
         return code
 
-    def _set_running(self, count: int) -> None:
-        if not self.running.done():
-            self.running.set_result(count)
+    def _set_running_requests(self, count: int) -> None:
+        if not self.running_requests.done():
+            self.running_requests.set_result(count)
 
     def kill(self) -> None:
         """End it at once."""
-        if self.process is not None and self.is_running:
+        if self.process is not None and self.is_alive:
             self.process.kill()
 
     def _on_messages(self, arrived: list[ToSupervisor]) -> None:
@@ -236,7 +236,7 @@ class Child:
                 self.ready_at = self.beat_at
                 self._ready()
             elif isinstance(message, Stopping):
-                self._set_running(message.running)
+                self._set_running_requests(message.running)
             elif isinstance(message, Stopped):
                 self.cut = message.cut
             elif isinstance(message, Unfit):

@@ -2,10 +2,11 @@
 """The supervisor: it holds the listening sockets, starts the other processes, and starts again what dies.
 
 Theory of operation. The balancer process is started first, then all workers, each with a `_Post` that keeps one process
-in its place: when that ends without having been told to, the next one starts after a back-off, which grows while
-processes end soon. Stopping goes the other way: workers first, so that requests can end, then the balancer process.
-What cannot start with the settings of the start ends everything, as in a single process. A stop during the start kills
-what is not ready, and lets requests of workers that are ready finish. Invariants:
+in its place: when that ends without having been told to, the next one takes its place after a back-off, which grows
+while processes end soon. It is the `Standby`, if there is one. Stopping goes the other way: workers first, so that
+requests can end, then the balancer process. What cannot start with the settings of the start ends everything, as in a
+single process. A stop during the start kills what is not ready, and lets requests of workers that are ready finish.
+Invariants:
 
 - The supervisor has the listening sockets open until it stops, so that no connection is refused while another process
   starts; it never accepts. When it stops, only those that accept have them: what the last of these does not accept any
@@ -64,9 +65,9 @@ READY_WITHIN_S: Final = 60.0
 BACKOFF_FIRST_S: Final = 0.05
 BACKOFF_MAX_S: Final = 10.0
 STEADY_S: Final = 5.0
-"""A process that ran this long starts again without a back-off."""
+"""A process that ran this long starts again without a back-off; when all have, there is a standby."""
 SETTLED_S: Final = 1.0
-"""In this time after its start a process has caught up with what came meanwhile."""
+"""After a death: in this time a process has caught up with what came meanwhile, and the next standby can start."""
 SILENT_S: Final = 15.0
 WATCH_S: Final = 0.5
 SAYS_WITHIN_S: Final = 1.0
@@ -121,7 +122,9 @@ class _Post:
     def is_steady(self, now: float) -> bool:
         """A process has done its work here for some time: a short one after a death, as deaths come in series."""
         child, least_s = self.child, SETTLED_S if self.generation else STEADY_S
-        return child is not None and child.ready_at is not None and now - child.ready_at >= least_s
+        if child is None or child.ready_at is None or not child.is_alive:
+            return False
+        return now - child.ready_at >= least_s
 
     def kill(self) -> None:
         """End what is here, or is about to start."""
@@ -242,7 +245,7 @@ class Supervisor:
         while not post.ending.is_set():
             began_at = self._loop.time()
             standby = self._standby.take()
-            post.child = child = standby or Child(self._received)
+            post.child = child = standby or Child(post.name, self._received)
             try:
                 if standby is None:
                     await child.launch(post.role, self._sockets_of(post))
@@ -420,5 +423,5 @@ class Supervisor:
 async def _count(workers: Sequence[Child]) -> int:
     """The requests that run in workers that were told to stop, as far as they say so in time."""
     if workers:
-        await asyncio.wait([one.running for one in workers], timeout=SAYS_WITHIN_S)
-    return sum(one.running.result() for one in workers if one.running.done())
+        await asyncio.wait([one.running_requests for one in workers], timeout=SAYS_WITHIN_S)
+    return sum(one.running_requests.result() for one in workers if one.running_requests.done())

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from lbproxy.core.endpoints.credentials import ApiKey, Proxy, Tls
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
@@ -14,13 +14,12 @@ from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.workers import messages as m
 
 _SUBMIT: Final = m.Submit.__struct_config__.tag
-_HEAD: Final = 7
-"""Fields of `messages.RequestHead`."""
+_HEAD: Final = len(get_args(m.RequestHead))
 _USUAL_REST: Final[m.Fields] = tuple(InferenceRequest("", None))[_HEAD:]
 
 
 def request_fields(request: InferenceRequest) -> tuple[Any, Any]:
-    """The request, as messages have it: a `RequestHead`, and a `RequestRest` or None."""
+    """The request, as messages have it: a `RequestHead`, and a `RequestRest` or None. Any: see `read_request`."""
     fields: m.Fields = request
     rest = fields[_HEAD:]
     return fields[:_HEAD], None if rest == _USUAL_REST else rest
@@ -61,7 +60,7 @@ def submit_of(  # noqa: PLR0913, PLR0917 - see RequestRuntime.submit
     )
 
 
-def shortest(message: m.Submit) -> m.Submit | tuple[object, ...]:
+def without_defaults(message: m.Submit) -> m.Submit | tuple[object, ...]:
     """The same without the fields at its end that are as in most requests, if all are: a third of its bytes, and of the
     time that it takes to read."""
     if (

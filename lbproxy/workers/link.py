@@ -57,8 +57,8 @@ class Link(Generic[Received]):
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray()
         """The beginning of a frame."""
-        self._wanted = _SIZE
-        """So many bytes of it are needed to go on."""
+        self._wanted_bytes = _SIZE
+        """So many of it are needed to go on."""
         self._unsent: list[Sent] = []
         self.sent = self.arrived = 0
         """Messages."""
@@ -125,7 +125,7 @@ class Link(Generic[Received]):
         buffer = self._buffer
         if buffer:
             buffer += data
-            if len(buffer) < self._wanted:
+            if len(buffer) < self._wanted_bytes:
                 return
             data = bytes(buffer)
             buffer.clear()
@@ -137,7 +137,7 @@ class Link(Generic[Received]):
                 return
             stop = start + _SIZE + size
             if stop > end:
-                self._wanted = stop - start
+                self._wanted_bytes = stop - start
                 break
             try:
                 messages = self._decode(data[start + _SIZE : stop])
@@ -148,7 +148,7 @@ class Link(Generic[Received]):
             self._received(messages)
             self.arrived += len(messages)
         else:
-            self._wanted = _SIZE
+            self._wanted_bytes = _SIZE
         if start < end:
             buffer += data[start:]
 

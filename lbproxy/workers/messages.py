@@ -3,7 +3,8 @@
 
 Each message is a msgspec Struct that is encoded as a msgpack array: its tag, then its fields in order. Both ends are
 the same version of lbproxy on one machine, started by one supervisor, so a message has no version and is not validated
-beyond its types. Requests, usages and load reports travel as the tuples that they are. `number` is the number of a
+beyond its types. Usages and load reports travel as the tuples that they are; a request as a tuple of its first fields,
+and one of the rest if it is not as by default. `number` is the number of a
 request in its worker: the same for all of its attempts and its record.
 """
 
@@ -49,7 +50,7 @@ class Hello(Message, tag=1):
 
 class Submit(Message, tag=2):
     """An attempt begins: see RequestRuntime.submit. What comes after `started_at` is as here in most requests, and not
-    sent then (`contents.shortest`)."""
+    sent then (`contents.without_defaults`)."""
 
     number: int
     head: RequestHead

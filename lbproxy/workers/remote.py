@@ -40,7 +40,7 @@ from lbproxy.core.requests.retry import FailureKind, Retries, UpstreamError, Ver
 from lbproxy.pulse import Pulse
 from lbproxy.request_runtime import RequestRuntime
 from lbproxy.workers import messages as m
-from lbproxy.workers.contents import read_endpoint, read_handover, read_request, shortest, submit_of
+from lbproxy.workers.contents import read_endpoint, read_handover, read_request, submit_of, without_defaults
 from lbproxy.workers.known import Known
 from lbproxy.workers.link import Link
 from lbproxy.workers.reports import Reports
@@ -193,7 +193,7 @@ class RemoteRuntime(RequestRuntime):
         message = submit_of(number, request, record, avoid, suspect, again, owned_by)
         self._open[number] = _Open(ticket, record, message, settled)
         if self._welcomed and self._link is not None:
-            self._link.send(shortest(message))
+            self._link.send(without_defaults(message))
         else:
             self._place_alone(ticket)
         return ticket

@@ -3,20 +3,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from pathlib import Path
 
 import httpx
+import pytest
 
+from lbproxy.processes.control import Child
+from lbproxy.processes.standby import Standby
 from tests.support.aio import run, until
-from tests.support.process import children_of, exists, lbproxy, mock
+from tests.support.endpoint import OK, STREAM_HEAD, Received, Script, ScriptedEndpoint, Wire, answer, event
+from tests.support.process import children_of, exists, lbproxy, lbproxy_beside, mock
+from tests.support.rig import RawClient, post
 
 WORKERS = 2
+MODELS = answer(b'{"object":"list","data":[{"id":"sim","object":"model"}]}')
 
 
 def test_the_standby_takes_the_place_of_what_dies(tmp_path: Path) -> None:
-    """One that was killed is replaced, without a word in the log; and none is left when the supervisor is gone."""
+    """One that was killed is replaced; and none is left when the supervisor is gone."""
     with mock("--model", "sim") as (_, server), lbproxy(tmp_path, [server], f"workers: {WORKERS}") as started:
         process, url, admin = started
         pid = process.process.pid
@@ -42,7 +49,8 @@ def test_the_standby_takes_the_place_of_what_dies(tmp_path: Path) -> None:
         first = waits()
         os.kill(first, signal.SIGKILL)
         following = waits(first)
-        assert process.lines("workers") == []
+        (line,) = process.lines("workers")
+        assert line["message"] == "no standby: it ended by itself; another one starts in 1 s"
         for place in (0, 1):
             victim = working()[place]
             os.kill(victim, signal.SIGKILL)
@@ -55,3 +63,59 @@ def test_the_standby_takes_the_place_of_what_dies(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGKILL)
         run(until(lambda: not any(map(exists, children)), "no process is left", within_s=60.0, every_s=0.1))
         assert "Traceback" not in process.read()
+
+
+def test_no_standby_is_started_during_a_stop(tmp_path: Path) -> None:
+    """It would have the sockets open, which are closed."""
+
+    async def script(wire: Wire, _: Received) -> None:
+        await wire.send(STREAM_HEAD + event("1"))
+        await wire.watch()
+
+    async def main() -> None:
+        more = f"workers: {WORKERS}\ndrain: {{deadline: 3s, lame_duck: 0s}}"
+        scripts: dict[str, Script] = {"/health": OK, "/v1/models": MODELS, "/v1/completions": script}
+        async with ScriptedEndpoint(scripts) as it, lbproxy_beside(tmp_path, [it.url], more) as (process, url, _):
+            pid = process.process.pid
+            client = RawClient(*await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2])))
+            client.send(post(b'{"model":"sim","stream":true}', "/v1/completions"))
+            await client.head()
+            await until(lambda: len(children_of(pid)) == 2 + WORKERS, "there is a standby", within_s=60.0)
+            os.kill(pid, signal.SIGTERM)
+            await until(lambda: process.lines("stop"), "it stops")
+            seen = set()
+            while process.process.poll() is None:
+                seen.add(len(children_of(pid)))
+                await asyncio.sleep(0.02)
+            assert process.process.returncode == 0
+            assert max(seen) <= 2 + WORKERS
+            assert process.lines("workers") == []
+            assert "Traceback" not in process.read()
+            client.writer.close()
+
+    run(main())
+
+
+def test_one_that_cannot_be_started_is_tried_again_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    launched: list[str] = []
+
+    async def launch(_: Child, role: str, __: object) -> None:
+        launched.append(role)
+        raise OSError("out of memory")
+
+    async def main() -> None:
+        monkeypatch.setattr(Child, "launch", launch)
+        standby = Standby(lambda _: None)
+        for _ in range(5):
+            await standby.refresh({})
+        assert launched == ["standby"]
+        assert caplog.messages == ["no standby: out of memory; another one starts in 1 s"]
+        standby = Standby(lambda _: None)
+        standby.end()
+        await standby.refresh({})
+        assert launched == ["standby"]
+        assert standby.take() is None
+
+    run(main())

@@ -129,7 +129,7 @@ def test_the_balancer_process_of_a_successor_decides_once_an_endpoint_is_up(succ
             nonlocal worker
             worker = End(m.ToWorker)
             path, ready = str(tmp_path / "balancer.sock"), asyncio.Event()
-            child = Child(lambda _: None)
+            child = Child("the balancer process", lambda _: None)
             await child.launch(BALANCER, {})
             start = Start(BALANCER, 0, 1, 0, succeeds, Text(text, "cfg.yaml"), path, "http://x", {}, [])
             child.begin("the balancer process", start, ready.set)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What /metrics says: families of Prometheus samples, made of snapshots and counts when somebody scrapes.
 
-`common` has the makers of families and those of the processes; `endpoints`, `replicas`, `kv_events`, `scaling` and
-`splits` those of their subjects; `histogram` counts. What is counted, and when, is in `control.telemetry`.
+`common` has the makers of families and those of the processes; the others have those of their subjects. `requests`
+counts each request that ended, with `splits` and `tiers`; `histogram` counts values. `control.telemetry` reads all.
 
 Imported by: `admin`, `data_plane`, `processes`, `saving`, `sleeping`, `telemetry`. Never: the event loop.
 """

@@ -2,8 +2,8 @@
 """What /metrics says of requests that ended. Pure; compiled, as `RequestCounts.count` runs once for each request.
 
 Theory of operation. Requests of the same route, outcome, status, endpoint and model are of one `_Kind`. A request is
-counted in its kind, which takes one look-up; when the page is written, kinds are added to the series, each of which has
-some of their labels. Invariants:
+counted in its kind, which takes one look-up; whenever the series are read, or series are dropped, kinds are added to
+them: each series has some of a kind's labels. Invariants:
 
 - Labels are bounded: routes, outcomes and endpoints by design, status codes to registered ones and our own, models to
   the first 100 that endpoints say they serve. Whatever else a client writes into `model` is `other`.
@@ -24,7 +24,7 @@ from lbproxy.control.families.histogram import Histogram
 from lbproxy.control.families.tiers import PlacementCounts
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.observed.snapshot import PoolSnapshot
-from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.outcome import LABEL_AND_STATUS, Outcome
 from lbproxy.core.requests.request import Usage
 
 MAX_MODEL_LABELS: Final = 100
@@ -32,6 +32,7 @@ MAX_LABEL_CHARS: Final = 128
 MODELS_EVERY_S: Final = 1.0
 """How often an unknown model name may make us look again at what the endpoints serve."""
 MAX_KINDS: Final = 4096
+"""About 1 MB. Of so many all are added to the series, and begin anew."""
 OTHER: Final = "other"
 
 # Seconds; with +Inf 12 buckets each. A short chat answer takes about 1 s, a long generation minutes.
@@ -39,8 +40,6 @@ DURATION_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0, 180.0, 600.
 FIRST_BYTE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0, 120.0)
 QUEUE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 10.0, 30.0)
 
-_OUTCOMES: Final = {one: (one.label, one.value.status) for one in Outcome}
-"""Label and status: an enum's `value` costs more than all the rest."""
 _BROKEN: Final = {one.label for one in (Outcome.UPSTREAM_BROKE, Outcome.CUT)}
 _CODES_SHOWN: Final = frozenset(map(int, HTTPStatus)) | {one.value.status for one in Outcome}
 
@@ -48,13 +47,13 @@ _CODES_SHOWN: Final = frozenset(map(int, HTTPStatus)) | {one.value.status for on
 class _RouteTimes:
     """The histograms of one route."""
 
-    __slots__ = ("duration", "streamed", "whole")
+    __slots__ = ("duration", "non_streaming", "streaming")
 
     def __init__(self) -> None:
         self.duration = Histogram(DURATION_BUCKETS)
-        self.streamed = Histogram(FIRST_BYTE_BUCKETS)
+        self.streaming = Histogram(FIRST_BYTE_BUCKETS)
         """Of first bytes, where a stream was wanted."""
-        self.whole = Histogram(FIRST_BYTE_BUCKETS)
+        self.non_streaming = Histogram(FIRST_BYTE_BUCKETS)
         """Of others: the first byte of a non-streaming response is its end."""
 
 
@@ -76,7 +75,7 @@ class _Kind:
 
 
 class _Series:
-    """What kinds had when they were added up last."""
+    """Requests by labels, but for those still in `_kinds`."""
 
     __slots__ = ("by_endpoint", "by_model", "by_route")
 
@@ -96,9 +95,9 @@ class _Series:
 class RequestCounts:
     """Counts requests that ended."""
 
-    def __init__(self, look: Callable[[], None]) -> None:
-        """`look` has `forget_the_gone` called with what there is now."""
-        self._look = look
+    def __init__(self, relearn: Callable[[], None]) -> None:
+        """`relearn` has `forget_the_gone` called with what there is now."""
+        self._relearn = relearn
         self._kinds: dict[tuple[str, Outcome, int, str | None, str | None], _Kind] = {}
         self._times: defaultdict[str, _RouteTimes] = defaultdict(_RouteTimes)
         self._queue_wait = Histogram(QUEUE_BUCKETS)
@@ -121,7 +120,7 @@ class RequestCounts:
         """Count one."""
         kind = self._kinds.get((record.route, record.outcome, record.status, record.endpoint, record.model))
         if kind is None:
-            kind = self._new_kind(record)
+            kind = self._kind_of(record)
         kind.count += 1
         if record.placed_at is not None:
             # Refusals take no time and would hide how long the real ones take.
@@ -129,7 +128,7 @@ class RequestCounts:
             times, started_at, first_byte_at = kind.times, record.started_at, record.first_byte_at
             times.duration.observe(record.ended_at - started_at)
             if first_byte_at is not None:
-                (times.streamed if record.stream else times.whole).observe(first_byte_at - started_at)
+                (times.streaming if record.stream else times.non_streaming).observe(first_byte_at - started_at)
             self._queue_wait.observe(record.queue_s)
             attempts = record.attempts
             self._attempts += attempts
@@ -154,12 +153,12 @@ class RequestCounts:
             self._cached_tokens[0] += predicted
             self._cached_tokens[1] += cached
 
-    def _new_kind(self, record: RequestRecord) -> _Kind:
+    def _kind_of(self, record: RequestRecord) -> _Kind:
         """The kind of a record, of which there was none yet; or that of all models that are not known to be served."""
         model = record.model
         label = None if model is None else self._label_of(model, record.ended_at)
         known = model if label is None or model in self._labels else OTHER
-        outcome, status = _OUTCOMES[record.outcome]
+        outcome, status = LABEL_AND_STATUS[record.outcome]
         key = record.route, record.outcome, record.status, record.endpoint, known
         kind = self._kinds.get(key)
         if kind is None:
@@ -174,7 +173,7 @@ class RequestCounts:
         label = self._labels.get(model)
         if label is None and now >= self._models_due_at:
             self._models_due_at = now + MODELS_EVERY_S
-            self._look()
+            self._relearn()
             label = self._labels.get(model)
         return OTHER if label is None else label
 
@@ -200,7 +199,7 @@ class RequestCounts:
             elif status == 429:
                 totals.rejected += count
         for times in self._times.values():
-            for index, count in enumerate(times.streamed.counts):
+            for index, count in enumerate(times.streaming.counts):
                 totals.first_bytes[index] += count
         return totals
 
@@ -232,8 +231,8 @@ class RequestCounts:
         first_byte = histogram("time_to_first_byte_seconds", text, ("route", "stream"))
         for route, times in self._times.items():
             add_to(duration, [route], times.duration)
-            add_to(first_byte, [route, "false"], times.whole)
-            add_to(first_byte, [route, "true"], times.streamed)
+            add_to(first_byte, [route, "false"], times.non_streaming)
+            add_to(first_byte, [route, "true"], times.streaming)
         yield duration
         yield first_byte
         queue_wait = histogram("queue_wait_seconds", "Time in the queue, all attempts of a request together", ())

@@ -15,7 +15,7 @@ import orjson
 
 from lbproxy.core.observed.record import MAX_PATH_CHARS, RequestRecord
 from lbproxy.core.queue.flow import ANONYMOUS
-from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.outcome import LABEL_AND_STATUS, Outcome
 
 MAX_FIELD_CHARS: Final = 256
 MAX_ERROR_CHARS: Final = 512
@@ -45,10 +45,6 @@ def plain(text: str, limit: int) -> str:
     return text
 
 
-OUTCOMES: Final[dict[Outcome, tuple[str, int]]] = {one: (one.label, one.value.status) for one in Outcome}
-"""Label and status: an enum's `value` costs more than all the rest of a field."""
-
-
 _WARNINGS: Final = {
     Outcome.UPSTREAM_BROKE,
     Outcome.CUT,
@@ -70,7 +66,8 @@ _LEVEL_NAMES: Final = {one: logging.getLevelName(level).lower() for one, level i
 
 
 _WORDS: Final[dict[Outcome, tuple[str, int, bytes]]] = {
-    one: (*OUTCOMES[one], f'","level":"{_LEVEL_NAMES[one]}","event":"request","id":"'.encode()) for one in Outcome
+    one: (*LABEL_AND_STATUS[one], f'","level":"{_LEVEL_NAMES[one]}","event":"request","id":"'.encode())
+    for one in Outcome
 }
 _DECIMALS: Final = [b".%03d" % n for n in range(1000)]
 _NUMBERS: Final = [b"%d" % n for n in range(1000)]

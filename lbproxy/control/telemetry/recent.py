@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Final, TypeAlias
 
-from lbproxy.control.telemetry.access_line import OUTCOMES, stamp
+from lbproxy.control.telemetry.access_line import stamp
 from lbproxy.control.telemetry.because import because
 from lbproxy.core.endpoints.health import Health, Transition
 from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.policies.explain import Decision
 from lbproxy.core.queue.ticket import Wait
-from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.outcome import LABEL_AND_STATUS, Outcome
 
 Fields: TypeAlias = dict[str, object]
 """A JSON object."""
@@ -170,7 +170,7 @@ def _is_timed(record: RequestRecord) -> bool:
 
 def _summary(record: RequestRecord, offset: float) -> Fields:
     """One line about a request. `offset`: wall time less ours."""
-    outcome, status = OUTCOMES[record.outcome]
+    outcome, status = LABEL_AND_STATUS[record.outcome]
     made = record.attempt_decision
     return {
         "id": record.id,

@@ -118,7 +118,7 @@ class _Connections(NamedTuple):
 
 @dataclass
 class _Watched:
-    """What is shown of, once there is any."""
+    """Sources of families that are shown only where their feature is in use."""
 
     sources: Discovery | None = None
     tracing: Tracing | None = None
