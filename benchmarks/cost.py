@@ -73,7 +73,7 @@ REQUEST = (
     Step("the client's head, parsed or found", "CPyPy_plain___read_plain"),
     Step(
         "a turn begins: record, id, the request as the balancer sees it",
-        "CPyPy_requests___Requests___serve_plain",
+        "CPyPy_front___requests___Requests___serve_plain",
         (
             Step("the body's JSON", "CPyDef_openai___read_json_body"),
             Step("the prompt, flattened", "CPyPy_prompts___PromptFormat_____call__"),
