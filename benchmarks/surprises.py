@@ -45,6 +45,8 @@ class Surprise:
     seconds: float = 120.0
     """For so long requests arrive."""
     scrape_interval: float = ScrapeSettings().interval
+    others: Sequence[Mapping[str, object]] = ()
+    """Clients that send directly to the servers."""
 
     def scenario(self, variant: str, seconds: float | None = None) -> Scenario:
         """`variant`: a policy, and what of the queue's settings differs."""
@@ -57,6 +59,7 @@ class Surprise:
                     {"name": self.workload, "flow": "clients", "copies": self.flows, "parameters": parameters}
                 ],
                 "policies": [policy],
+                "others": self.others,
                 "seeds": 1,
                 "scrape_interval": self.scrape_interval,
                 "admission": changed(changes),
@@ -74,6 +77,12 @@ def _one_key_and_two(
     ]
 
 
+def _beside_others(name: str, server: Mapping[str, object], rate: float, **theirs: object) -> Surprise:
+    """Two servers, both in use by others who do not use the balancer; one request a second of ours."""
+    others = [{"server": number, "rate": rate, **theirs} for number in (0, 1)]
+    return Surprise(name, [{"count": 2, **server}], "own", 1, SHORT, others=others)
+
+
 SHORT = {"prompt_tokens": 1000, "output_tokens": 100}
 SURPRISES = [
     *_one_key_and_two("TTFT 1 s +- 50 %", {"ttft": 1, "ttft_spread": 0.5}, "own", 12, SHORT),
@@ -86,6 +95,9 @@ SURPRISES = [
         1.6,
         {"share": 1, "shortest": 15_000, "longest": 30_000, "output_tokens": 35},
     ),
+    _beside_others("others use all slots", {"max_sequences": 8}, 1.9, prompt_tokens=2000, output_tokens=200),
+    _beside_others("others send long prompts", {}, 4, prompt_tokens=4000, output_tokens=20),
+    _beside_others("others send a batch", {}, 10, prompt_tokens=4000, output_tokens=20, at=20, lasts=20),
     Surprise(
         "500 endpoints",
         [{"count": MANY, **LONG}],

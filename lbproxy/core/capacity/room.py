@@ -11,14 +11,15 @@ An endpoint is full for one of four reasons, each in a module of its own:
   prefills of the endpoint (`core.capacity.lanes`);
 - settings: `max_in_flight_per_endpoint`, which `core.queue.choice` applies, as it holds under every policy.
 
-Reported values overrule predictions. Requests that find an endpoint full wait for it in the Balancer with a reservation
+Reported values overrule predictions. Where others wait in the engine, some of ours may always wait with them
+(`Room.competes`). Requests that find an endpoint full wait for it in the Balancer with a reservation
 (`core.capacity.reservations`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import inf
+from math import inf, sqrt
 from typing import Final
 
 from lbproxy.core.capacity.lanes import Lanes
@@ -127,6 +128,20 @@ class Room:
         if non_streaming and pending <= NON_STREAMING_QUEUE:
             return True
         return self.slots.is_idle(now) and self.lanes.may_test(pending, now)
+
+    def competes(self, in_flight: int, pending: int, silent: int, now: float) -> bool:
+        """Whether one more request is placed here because others wait in the engine. Of our requests `in_flight`,
+        `pending` are not prefilled yet, and `silent` are but show no progress.
+
+        An engine serves in order of arrival: a request that is held here loses its turn to the next of theirs. The
+        number of ours that may wait there grows with theirs, but less than in proportion: several lbproxies that do not
+        know of each other would drive each other up (docs/decisions/0050-beside-others.md).
+        """
+        theirs = self.others.queued(now)
+        if theirs <= 0.0:
+            return False
+        waiting_share = max(0.0, 1.0 - self.slots.limit / (in_flight + self.others.requests(now)))
+        return pending + silent * waiting_share < max(sqrt(2.0 * theirs), self.slots.allowance(now))
 
     def shortage(
         self,

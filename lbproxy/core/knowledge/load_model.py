@@ -99,6 +99,8 @@ class LoadModel:
             if head.late_at <= now:
                 room.slots.first_byte_overdue(head.late_at, self.work.in_flight - len(pending), now)
                 self._learn_space(now)
+        if self._competes(now):
+            return False
         shortage = self._shortage(now)
         if shortage is not None:
             if shortage == "space":
@@ -113,11 +115,17 @@ class LoadModel:
 
     def full_by(self, now: float) -> str | None:
         """Why no request should be placed here now; None: one may be placed. Changes nothing."""
+        if self._competes(now):
+            return None
         return self._shortage(now) or ("prefill" if self.prefill_ms(now) > HOLD_MS else None)
 
     def has_room_in_s(self, now: float) -> float:
         """In how many seconds there is room if no event comes; infinite: never."""
         return inf if self._shortage(now) is not None else max(0.0, self.prefill_ms(now) - HOLD_MS) / 1000.0
+
+    def _competes(self, now: float) -> bool:
+        work = self.work
+        return self.room.competes(work.in_flight, len(work.pending), work.silent(), now)
 
     def _shortage(self, now: float) -> str | None:
         work = self.work

@@ -86,6 +86,10 @@ class Work:
         before = takewhile(lambda one: one is not placement, self.pending)
         return [one for one in before if one.due_at < NEVER]
 
+    def silent(self) -> int:
+        """Requests that are prefilled and show no progress: non-streaming ones, which may still wait in the engine."""
+        return self.in_flight - len(self.pending) - len(self._streams)
+
     def stalled(self) -> int:
         """Streams without progress for `STALLED_S` while others had some. O(their number)."""
         before = self._streamed_at - STALLED_S

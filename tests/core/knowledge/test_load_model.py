@@ -663,3 +663,46 @@ def test_reports_of_the_engine_count_more_than_stalls() -> None:
     assert load.is_full(40.0)
     scrape(load, others=0.0, waiting=0, running=11, kv_utilization=0.2)
     assert not load.is_full(40.1)
+
+
+# --- Beside others ----------------------------------------------------------------------------------------------------
+
+
+def flooded(queued: float) -> LoadModel:
+    """An endpoint where others fill every slot and the queue: two scrapes in a row say so."""
+    load = LoadModel(PoolModel(KIB))
+    for _ in range(2):
+        scrape(load, others=queued + 8.0, queued=queued, waiting=int(queued), running=8)
+    return load
+
+
+@pytest.mark.parametrize(("queued", "most"), [(8, 4), (50, 10), (200, 20)])
+def test_where_others_wait_in_the_engine_ours_wait_with_them(queued: int, most: int) -> None:
+    """What is held here loses its turn to the next of theirs, though their prefills alone take seconds."""
+    load = flooded(queued)
+    assert load.prefill_ms(1.0) > 250.0
+    for n in range(most):
+        assert not load.is_full(1.0), n
+        assert load.full_by(1.0) is None, n
+        load.place(prompt(1000), 1.0)
+    assert load.is_full(1.0), "two lbproxies that do not know of each other must not drive each other up"
+    assert load.full_by(1.0) == "requests"
+
+
+def test_non_streaming_requests_may_wait_there_however_long_ago_they_were_placed() -> None:
+    """By prediction they are prefilled; half of what is there waits, and so do half of them."""
+    load = flooded(8)
+    for _ in range(16):
+        load.place(prompt(10, stream=False), 1.0)
+    assert load.backlog_tokens(60.0) > 0.0
+    assert not load.work.pending, "all are due"
+    assert load.is_full(60.0)
+
+
+def test_a_queue_of_ours_alone_is_no_queue_of_others() -> None:
+    load = LoadModel(PoolModel(KIB))
+    for _ in range(4):
+        load.place(prompt(4000), 1.0)
+    for _ in range(2):
+        scrape(load, others=0.0, queued=0.0, waiting=3, running=1)
+    assert load.is_full(1.0)
