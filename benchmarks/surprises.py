@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fleets that are not as a balancer expects, far from overload: they contradict its model of a server. Data, mostly.
 
-A server with room for all whose time to first token is fixed; data-parallel ranks behind one address; 500 endpoints
-whose contexts come again. Clients with one API key and with two, as a balancer may treat a shared pool otherwise. What
-it may cost is seen beside it: the same without holding requests back.
+A server with room for all whose time to first token is fixed; data-parallel ranks behind one address; the same without
+metrics; clients that use the servers directly; 500 endpoints whose contexts come again. Clients with one API key and
+with two, as a balancer may treat a shared pool otherwise. What it may cost is seen beside it: the same without holding
+requests back.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Surprise:
     scrape_interval: float = ScrapeSettings().interval
     others: Sequence[Mapping[str, object]] = ()
     """Clients that send directly to the servers."""
+    stream_share: float = 1.0
 
     def scenario(self, variant: str, seconds: float | None = None) -> Scenario:
         """`variant`: a policy, and what of the queue's settings differs."""
@@ -60,6 +62,7 @@ class Surprise:
                 ],
                 "policies": [policy],
                 "others": self.others,
+                "stream_share": self.stream_share,
                 "seeds": 1,
                 "scrape_interval": self.scrape_interval,
                 "admission": changed(changes),
@@ -84,17 +87,21 @@ def _beside_others(name: str, server: Mapping[str, object], rate: float, **their
 
 
 SHORT = {"prompt_tokens": 1000, "output_tokens": 100}
+STEADY = {"ttft": 1, "ttft_spread": 0.5}
+SLOW = {"ttft": 3, "max_sequences": 128}
+RANKS_PROMPTS = {"prompt_tokens": 6000, "output_tokens": 200, "spread": 0.3}
+LONG_PROMPTS = {"share": 1, "shortest": 15_000, "longest": 30_000, "output_tokens": 35}
+MUTE = {"metrics": False}
 SURPRISES = [
-    *_one_key_and_two("TTFT 1 s +- 50 %", {"ttft": 1, "ttft_spread": 0.5}, "own", 12, SHORT),
-    *_one_key_and_two("TTFT 3 s, 128 slots", {"ttft": 3, "max_sequences": 128}, "own", 15, SHORT),
-    *_one_key_and_two("8 ranks", {"ranks": 8}, "own", 6, {"prompt_tokens": 6000, "output_tokens": 200, "spread": 0.3}),
-    *_one_key_and_two(
-        "8 ranks, long prompts",
-        {"ranks": 8, **LONG},
-        "long-prompts",
-        1.6,
-        {"share": 1, "shortest": 15_000, "longest": 30_000, "output_tokens": 35},
-    ),
+    *_one_key_and_two("TTFT 1 s +- 50 %", STEADY, "own", 12, SHORT),
+    *_one_key_and_two("TTFT 3 s, 128 slots", SLOW, "own", 15, SHORT),
+    *_one_key_and_two("8 ranks", {"ranks": 8}, "own", 6, RANKS_PROMPTS),
+    *_one_key_and_two("8 ranks, long prompts", {"ranks": 8, **LONG}, "long-prompts", 1.6, LONG_PROMPTS),
+    Surprise("TTFT 1 s +- 50 %, no metrics", [{**STEADY, **MUTE}], "own", 12, SHORT),
+    Surprise("TTFT 1 s +- 50 %, no metrics, no streams", [{**STEADY, **MUTE}], "own", 12, SHORT, stream_share=0.0),
+    Surprise("TTFT 3 s, 128 slots, no metrics", [{**SLOW, **MUTE}], "own", 15, SHORT),
+    Surprise("8 ranks, no metrics", [{"ranks": 8, **MUTE}], "own", 6, RANKS_PROMPTS),
+    Surprise("8 ranks, long prompts, no metrics", [{"ranks": 8, **LONG, **MUTE}], "long-prompts", 1.6, LONG_PROMPTS),
     _beside_others("others use all slots", {"max_sequences": 8}, 1.9, prompt_tokens=2000, output_tokens=200),
     _beside_others("others send long prompts", {}, 4, prompt_tokens=4000, output_tokens=20),
     _beside_others("others send a batch", {}, 10, prompt_tokens=4000, output_tokens=20, at=20, lasts=20),

@@ -109,7 +109,7 @@ def test_capacity_is_what_the_servers_can_do(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_surprises_run() -> None:
     assert len({one.name for one in SURPRISES}) == len(SURPRISES)
-    assert sum(group.count for one in SURPRISES for group in one.scenario("adaptive").fleet) == 514
+    assert sum(group.count for one in SURPRISES for group in one.scenario("adaptive").fleet) == 519
     (task,) = overload.surprise_tasks(["8 ranks, 2"], ["adaptive/hold=false"], 10.0)
     assert task.scenario.admission == AdmissionSettings(hold=False)
     found = overload.do(task)

@@ -25,12 +25,16 @@ from collections.abc import Mapping
 from math import inf
 from typing import Final
 
+from lbproxy.core.capacity.wait_trend import WaitTrend
+
 LATE_S: Final = 0.25
 """A first byte is not late if it arrives at most this much after its prediction."""
 MIN_EVIDENCE: Final = 5
 MIN_REPORTS: Final = 5
 SERIAL_S: Final = 600.0
 """After an engine was seen to compute prefills one after the other, no request is placed to test that for this long."""
+MEAN_OF: Final = 16
+"""First bytes over which the mean of what they take beyond the prediction is taken."""
 MIN_WAIT_S: Final = 0.1
 """A shorter predicted wait shows nothing."""
 
@@ -38,7 +42,19 @@ MIN_WAIT_S: Final = 0.1
 class Lanes:
     """The delay and the lanes of one endpoint."""
 
-    __slots__ = ("_evidence", "_reports", "_serial_until", "delay_known", "delay_s", "lanes", "spread_s")
+    __slots__ = (
+        "_beyond_s",
+        "_evidence",
+        "_first_bytes",
+        "_grows",
+        "_reports",
+        "_serial_until",
+        "_trend",
+        "delay_known",
+        "delay_s",
+        "lanes",
+        "spread_s",
+    )
 
     def __init__(self) -> None:
         self.lanes = 1.0
@@ -51,6 +67,14 @@ class Lanes:
         """The delay was measured. Before that no first byte is late."""
         self._evidence = self._reports = 0
         self._serial_until = -inf
+        self._trend = WaitTrend()
+        """Without reports, like the next."""
+        self._beyond_s = 0.0
+        """How much longer than predicted the last first bytes took."""
+        self._first_bytes = 0
+        """How many of them are in that mean."""
+        self._grows = False
+        """First bytes showed more lanes, and nothing fewer since."""
 
     def save(self) -> dict[str, float]:
         """What is known, for `restore`; empty before the delay is."""
@@ -69,6 +93,39 @@ class Lanes:
         parallel.
         """
         return self.delay_known and self._evidence >= 0 and pending < 2 and now > self._serial_until
+
+    @property
+    def fixed_s(self) -> float:
+        """What first bytes take for another reason than prefills, where the engine does not report its queue: the delay
+        without requests before them, as far as those with some have it too. One slow start shows nothing.
+        """
+        return min(self.delay_s, self._beyond_s) if self._first_bytes >= MIN_EVIDENCE else 0.0
+
+    def may_explore(self, pending: int, now: float) -> bool:
+        """The same where the engine does not report its queue, so that only first bytes show how many prefills it
+        computes in parallel: one more than is known, and twice as many while these show no wait.
+        """
+        if now <= self._serial_until:
+            return False
+        return pending < (2.0 * self.lanes if self._grows else self.lanes + 1.0)
+
+    def learn_unreported(self, predicted_s: float, took_s: float, before: int, now: float) -> None:
+        """Learn from a first byte of an engine that does not report its queue: see `WaitTrend.learn`."""
+        self._first_bytes = min(MEAN_OF, self._first_bytes + 1)
+        self._beyond_s += (took_s - predicted_s - self._beyond_s) / self._first_bytes
+        trend = self._trend
+        trend.learn(predicted_s, took_s, before)
+        is_parallel = trend.is_parallel()
+        if is_parallel is None:
+            return
+        if not is_parallel:
+            self._grows = False
+            self._serial_until = now + SERIAL_S
+        elif trend.most >= self.lanes:
+            self._grows = True
+            self.lanes = trend.most + 1.0
+            self._serial_until = -inf
+        trend.forget()
 
     def learn_lanes(self, waiting: float, pending: int, *, full: bool, at: float) -> None:
         """Note the reported queue, while `pending` requests of ours have no first byte. `full`: the model predicts a

@@ -65,6 +65,14 @@ class ResponseTimes:
         slope = max(0.0, self._cov / self._square)
         return self._mean_excess - slope * self._mean_tokens
 
+    def beyond_s(self, excess_s: float, tokens: int) -> float | None:
+        """What of `excess_s` the `tokens` of a response do not explain; None: not known yet."""
+        if self._n < MIN_RESPONSES:
+            return None
+        if self._square < (MIN_VARIATION * self._mean_tokens) ** 2:
+            return excess_s
+        return excess_s - max(0.0, self._cov / self._square) * tokens
+
     def _beyond_slowest(self) -> float | None:
         if self._gap == inf:
             return None

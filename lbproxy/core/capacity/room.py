@@ -40,6 +40,9 @@ is assumed to continue: this many requests may be queued, however long they take
 MIN_OWN_REQUESTS: Final = 2
 """This many requests of ours may be at any endpoint: where others fill the engine's queue, holding ours back only
 admits more of theirs."""
+EXPLORE_MS: Final = 1000.0
+"""Where an engine reports nothing, it is tested for parallel prefills only while this much work is held for it: before,
+holding costs little, and each test takes a request its choice of another endpoint."""
 LIMIT_STEP: Final = 0.15
 """The share of a limit's error that one non-streaming response corrects."""
 
@@ -73,19 +76,29 @@ class Room:
         self.slots.forget()
         self.space, self.lanes, self.response_times = Space(), Lanes(), ResponseTimes()
 
-    def completed(self, took_s: float, base_s: float, tokens: int | None, before: int, now: float) -> None:
+    def completed(self, took_s: float, base_s: float, tokens: int | None, before: int, now: float) -> float | None:
         """Learn from a non-streaming response that took `took_s`, of which its prefill explains `base_s`. `tokens`: its
-        length; None: unknown. `before`: our requests in flight when it was placed.
+        length; None: unknown. `before`: our requests in flight when it was placed. Returns how much of the time neither
+        prefill, nor length, nor the wait for a slot explains; None: not known, or the engine reports its queue.
         """
         slots = self.slots
         slots.started(now)
         slots.finished(took_s)
         if now <= slots.reported_until or not tokens:
-            return
+            return None
         in_flight = before + self.others.requests(now)
-        predicted_s = slots.wait_ms(in_flight, now) / 1000.0
+        excess_s = took_s - base_s - slots.wait_ms(in_flight, now) / 1000.0
         times = self.response_times
-        times.learn(took_s - base_s - predicted_s, tokens)
+        times.learn(excess_s, tokens)
+        beyond_s = times.beyond_s(excess_s, tokens)
+        self._learn_limit(in_flight, now)
+        return beyond_s
+
+    def _learn_limit(self, in_flight: float, now: float) -> None:
+        """Correct the limit by what the durations of non-streaming responses show. `in_flight`: requests when the last
+        of them was placed.
+        """
+        slots, times = self.slots, self.response_times
         unexplained_s = times.unexplained_s()
         if unexplained_s is None:
             if in_flight >= slots.limit:
@@ -119,14 +132,26 @@ class Room:
         """Whether none may be left for one more request: a learned limit grows by one as a test."""
         return in_flight + self.others.requests(now) >= self.slots.limit - 1.0
 
-    def may_start(self, pending: int, now: float, *, non_streaming: bool) -> bool:
+    def hold_ms(self, now: float) -> float:
+        """How much prefill may be queued. More than `HOLD_MS` where the engine reports nothing and first bytes take
+        long for a reason other than their prompts: a shorter queue of prefills would not make them earlier.
+        """
+        if now <= self.slots.reported_until:
+            return HOLD_MS
+        return max(HOLD_MS, 1000.0 * self.lanes.fixed_s)
+
+    def may_start(self, pending: int, held_ms: float, now: float, *, non_streaming: bool) -> bool:
         """Whether another request is placed here although enough prefill work is queued, to test whether it starts at
         once.
 
-        `pending`: requests without a first byte. `non_streaming`: the first of them does not stream.
+        `pending`: requests without a first byte. `non_streaming`: the first of them does not stream. `held_ms`: the
+        time for the work that is held for this endpoint.
         """
         if non_streaming and pending <= NON_STREAMING_QUEUE:
             return True
+        if now > self.slots.reported_until:
+            seen = self.lanes.delay_known or self.slots.response_s > 0.0
+            return seen and held_ms > EXPLORE_MS and self.lanes.may_explore(pending, now)
         return self.slots.is_idle(now) and self.lanes.may_test(pending, now)
 
     def competes(self, in_flight: int, pending: int, silent: int, now: float) -> bool:

@@ -107,7 +107,10 @@ class LoadModel:
                 room.slots.space_used_up(self.work.in_flight, now)
             return True
         prefill_ms = self.prefill_ms(now)
-        return prefill_ms > HOLD_MS and not room.may_start(len(pending), now, non_streaming=non_streaming)
+        if prefill_ms <= room.hold_ms(now):
+            return False
+        held_ms = self.speed.prefill_ms(room.reservations.tokens)
+        return not room.may_start(len(pending), held_ms, now, non_streaming=non_streaming)
 
     def lacks_room(self, now: float) -> bool:
         """Whether it lacks slots or space for another request. Changes nothing."""
@@ -117,11 +120,13 @@ class LoadModel:
         """Why no request should be placed here now; None: one may be placed. Changes nothing."""
         if self._competes(now):
             return None
-        return self._shortage(now) or ("prefill" if self.prefill_ms(now) > HOLD_MS else None)
+        return self._shortage(now) or ("prefill" if self.prefill_ms(now) > self.room.hold_ms(now) else None)
 
     def has_room_in_s(self, now: float) -> float:
         """In how many seconds there is room if no event comes; infinite: never."""
-        return inf if self._shortage(now) is not None else max(0.0, self.prefill_ms(now) - HOLD_MS) / 1000.0
+        return (
+            inf if self._shortage(now) is not None else max(0.0, self.prefill_ms(now) - self.room.hold_ms(now)) / 1000.0
+        )
 
     def _competes(self, now: float) -> bool:
         work = self.work
@@ -275,15 +280,14 @@ class LoadModel:
         beyond_s = took_s - placement.predicted_s
         room.slots.started(now)
         room.waited(beyond_s, placement.in_flight, now)
-        if not placement.pending_before:
-            if placement.in_flight < FREE_SHARE * room.slots.limit:
-                room.lanes.learn_delay(beyond_s)
-        elif room.lanes.delay_known:
-            room.lanes.learn_wait(
-                placement.prefill_wait_s,
-                placement.prefill_wait_s + beyond_s - room.lanes.delay_s,
-                placement.pending_before,
-            )
+        lanes, earlier = room.lanes, placement.pending_before
+        if not earlier and placement.in_flight < FREE_SHARE * room.slots.limit:
+            lanes.learn_delay(beyond_s)
+        predicted_s, waited_s = placement.prefill_wait_s, placement.prefill_wait_s + beyond_s
+        if now > room.slots.reported_until:
+            lanes.learn_unreported(predicted_s, waited_s, earlier, now)
+        elif earlier and lanes.delay_known:
+            lanes.learn_wait(predicted_s, waited_s - lanes.delay_s, earlier)
         if placement.late_at <= now:
             running = self.work.in_flight - len(self.work.pending)
             before = placement.in_flight + room.others.requests(now)
@@ -310,7 +314,10 @@ class LoadModel:
             self.room.slots.finished(took_s)
         else:
             base_s = placement.predicted_s - placement.prefill_wait_s
-            self.room.completed(took_s, base_s, int(output), placement.in_flight, now)
+            beyond_s = self.room.completed(took_s, base_s, int(output), placement.in_flight, now)
+            if beyond_s is not None:
+                wait_s, earlier = placement.prefill_wait_s, placement.pending_before
+                self.room.lanes.learn_unreported(wait_s, beyond_s, earlier, now)
 
     # Reports of the endpoint
 

@@ -8,12 +8,12 @@ from math import inf
 
 import pytest
 
-from lbproxy.core.capacity.lanes import LATE_S, MIN_EVIDENCE, MIN_REPORTS, Lanes
+from lbproxy.core.capacity.lanes import LATE_S, MIN_EVIDENCE, MIN_REPORTS, SERIAL_S, Lanes
 from lbproxy.core.capacity.opaque import FIRST_MS, PRIOR_COUNT, OpaqueTimes
 from lbproxy.core.capacity.others import MeanOthers, Others
 from lbproxy.core.capacity.reservations import Reservations
 from lbproxy.core.capacity.response_times import MIN_RESPONSES, ResponseTimes
-from lbproxy.core.capacity.room import Room
+from lbproxy.core.capacity.room import EXPLORE_MS, HOLD_MS, Room
 from lbproxy.core.capacity.slots import FULL_CACHE, INITIAL_LIMIT, SPACE_S, Slots
 
 # --- Requests that run at once ----------------------------------------------------------------------------------------
@@ -236,6 +236,58 @@ def test_one_more_is_let_through_to_see_unless_that_was_seen() -> None:
     assert not lanes.may_test(2, 0.0)
     lanes.learn_lanes(1.0, 2, full=True, at=1.0)
     assert not lanes.may_test(1, 2.0)
+
+
+def test_without_reports_first_bytes_that_do_not_wait_double_what_is_tested() -> None:
+    """An engine that computes 16 prefills of .5 s in parallel."""
+    lanes = Lanes()
+    for n in range(40):
+        before = 0
+        while before < lanes.lanes or lanes.may_explore(before, float(n)):
+            wait_s = 0.5 * before / lanes.lanes if before >= lanes.lanes else 0.0
+            lanes.learn_unreported(wait_s, 0.0 if before < 16 else wait_s, before, float(n))
+            before += 1
+            assert before < 64
+    assert 8 <= lanes.lanes <= 32
+    assert not lanes.may_explore(2 * int(lanes.lanes), 1000.0)
+
+
+def test_without_reports_an_engine_that_is_seen_to_be_serial_is_not_tested_for_long() -> None:
+    lanes = Lanes()
+    assert lanes.may_explore(1, 0.0)
+    assert not lanes.may_explore(2, 0.0)
+    for n in range(12):
+        lanes.learn_unreported(0.5 * (n % 2), 0.1 + 0.5 * (n % 2), n % 2, 1.0)
+    assert lanes.lanes == 1.0
+    assert not lanes.may_explore(1, 2.0)
+    assert lanes.may_explore(1, 2.0 + SERIAL_S), "it may be another one by then"
+
+
+def test_without_reports_prefill_is_held_back_by_what_explains_first_bytes() -> None:
+    """They take 3 s whatever the prompt: a shorter queue of prefills of .1 s would not make them earlier."""
+    room = Room(MeanOthers())
+    room.lanes.learn_delay(3.0)
+    for _ in range(MIN_EVIDENCE):
+        assert room.hold_ms(0.0) == HOLD_MS, "the first may have been a slow start"
+        room.lanes.learn_unreported(0.1, 3.1, 1, 0.0)
+    assert room.hold_ms(0.0) == pytest.approx(3000.0)
+    room.slots.learn_limit(0.0, 2.0, 0.0, cache=0.0, until=10.0)
+    assert room.hold_ms(5.0) == HOLD_MS, "an engine that says that nothing waits is tested otherwise"
+    for _ in range(100):
+        room.lanes.learn_unreported(0.1, 0.1, 1, 11.0)
+    assert room.hold_ms(11.0) == HOLD_MS, "the others do not take so long"
+
+
+@pytest.mark.parametrize("by", ["first byte", "response"])
+def test_without_reports_it_is_tested_only_while_much_is_held(by: str) -> None:
+    room = Room(MeanOthers())
+    assert not room.may_start(1, EXPLORE_MS + 1.0, 0.0, non_streaming=False), "nothing came yet"
+    if by == "first byte":
+        room.lanes.learn_delay(0.0)
+    else:
+        room.slots.finished(1.0)
+    assert not room.may_start(1, EXPLORE_MS, 0.0, non_streaming=False)
+    assert room.may_start(1, EXPLORE_MS + 1.0, 0.0, non_streaming=False)
 
 
 def test_slots_that_the_engine_says_bound_the_limit_from_the_first_request() -> None:
