@@ -44,6 +44,7 @@ class Lanes:
 
     __slots__ = (
         "_beyond_s",
+        "_deviation_s",
         "_evidence",
         "_first_bytes",
         "_grows",
@@ -71,6 +72,8 @@ class Lanes:
         """Without reports, like the next."""
         self._beyond_s = 0.0
         """How much longer than predicted the last first bytes took."""
+        self._deviation_s = 0.0
+        """Its mean deviation while slots were free."""
         self._first_bytes = 0
         """How many of them are in that mean."""
         self._grows = False
@@ -109,10 +112,15 @@ class Lanes:
             return False
         return pending < (2.0 * self.lanes if self._grows else self.lanes + 1.0)
 
-    def learn_unreported(self, predicted_s: float, took_s: float, before: int, now: float) -> None:
-        """Learn from a first byte of an engine that does not report its queue: see `WaitTrend.learn`."""
+    def learn_unreported(self, predicted_s: float, took_s: float, before: int, now: float, *, slots_free: bool) -> None:
+        """Learn from a first byte of an engine that does not report its queue: see `WaitTrend.learn`. `slots_free`: it
+        certainly did not wait for a slot.
+        """
         self._first_bytes = min(MEAN_OF, self._first_bytes + 1)
-        self._beyond_s += (took_s - predicted_s - self._beyond_s) / self._first_bytes
+        off_s = took_s - predicted_s - self._beyond_s
+        self._beyond_s += off_s / self._first_bytes
+        if slots_free:
+            self._deviation_s += (abs(off_s) - self._deviation_s) / self._first_bytes
         trend = self._trend
         trend.learn(predicted_s, took_s, before)
         is_parallel = trend.is_parallel()
@@ -146,7 +154,8 @@ class Lanes:
 
     def late_after_s(self, predicted_s: float) -> float:
         """After how many seconds a first byte is late that is predicted in `predicted_s`."""
-        return predicted_s + self.delay_s + max(LATE_S, predicted_s, 4.0 * self.spread_s)
+        spread_s = max(self.spread_s, self._deviation_s) if self._first_bytes >= MIN_EVIDENCE else self.spread_s
+        return predicted_s + self.delay_s + max(LATE_S, predicted_s, 4.0 * spread_s)
 
     def learn_delay(self, beyond_s: float) -> None:
         """Learn from a first byte that arrived `beyond_s` after its prediction, when no request of ours was

@@ -281,11 +281,12 @@ class LoadModel:
         room.slots.started(now)
         room.waited(beyond_s, placement.in_flight, now)
         lanes, earlier = room.lanes, placement.pending_before
-        if not earlier and placement.in_flight < FREE_SHARE * room.slots.limit:
+        slots_free = placement.in_flight < FREE_SHARE * room.slots.limit
+        if not earlier and slots_free:
             lanes.learn_delay(beyond_s)
         predicted_s, waited_s = placement.prefill_wait_s, placement.prefill_wait_s + beyond_s
         if now > room.slots.reported_until:
-            lanes.learn_unreported(predicted_s, waited_s, earlier, now)
+            lanes.learn_unreported(predicted_s, waited_s, earlier, now, slots_free=slots_free)
         elif earlier and lanes.delay_known:
             lanes.learn_wait(predicted_s, waited_s - lanes.delay_s, earlier)
         if placement.late_at <= now:
@@ -317,7 +318,7 @@ class LoadModel:
             beyond_s = self.room.completed(took_s, base_s, int(output), placement.in_flight, now)
             if beyond_s is not None:
                 wait_s, earlier = placement.prefill_wait_s, placement.pending_before
-                self.room.lanes.learn_unreported(wait_s, beyond_s, earlier, now)
+                self.room.lanes.learn_unreported(wait_s, beyond_s, earlier, now, slots_free=False)
 
     # Reports of the endpoint
 

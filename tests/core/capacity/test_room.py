@@ -245,7 +245,7 @@ def test_without_reports_first_bytes_that_do_not_wait_double_what_is_tested() ->
         before = 0
         while before < lanes.lanes or lanes.may_explore(before, float(n)):
             wait_s = 0.5 * before / lanes.lanes if before >= lanes.lanes else 0.0
-            lanes.learn_unreported(wait_s, 0.0 if before < 16 else wait_s, before, float(n))
+            lanes.learn_unreported(wait_s, 0.0 if before < 16 else wait_s, before, float(n), slots_free=True)
             before += 1
             assert before < 64
     assert 8 <= lanes.lanes <= 32
@@ -257,10 +257,23 @@ def test_without_reports_an_engine_that_is_seen_to_be_serial_is_not_tested_for_l
     assert lanes.may_explore(1, 0.0)
     assert not lanes.may_explore(2, 0.0)
     for n in range(12):
-        lanes.learn_unreported(0.5 * (n % 2), 0.1 + 0.5 * (n % 2), n % 2, 1.0)
+        lanes.learn_unreported(0.5 * (n % 2), 0.1 + 0.5 * (n % 2), n % 2, 1.0, slots_free=True)
     assert lanes.lanes == 1.0
     assert not lanes.may_explore(1, 2.0)
     assert lanes.may_explore(1, 2.0 + SERIAL_S), "it may be another one by then"
+
+
+def test_without_reports_a_first_byte_is_late_by_what_all_of_them_show() -> None:
+    """Those with requests before them, too: behind some engines there are always some."""
+    lanes = Lanes()
+    lanes.learn_delay(0.1)
+    usual_s = lanes.late_after_s(0.1)
+    for n in range(40):
+        lanes.learn_unreported(0.1, 0.2 + 2.0 * (n % 2), 1, 0.0, slots_free=False)
+    assert lanes.late_after_s(0.1) == usual_s, "they may have waited for slots"
+    for n in range(40):
+        lanes.learn_unreported(0.1, 0.2 + 2.0 * (n % 2), 1, 0.0, slots_free=True)
+    assert lanes.late_after_s(0.1) > usual_s + 3.0
 
 
 def test_without_reports_prefill_is_held_back_by_what_explains_first_bytes() -> None:
@@ -269,12 +282,12 @@ def test_without_reports_prefill_is_held_back_by_what_explains_first_bytes() -> 
     room.lanes.learn_delay(3.0)
     for _ in range(MIN_EVIDENCE):
         assert room.hold_ms(0.0) == HOLD_MS, "the first may have been a slow start"
-        room.lanes.learn_unreported(0.1, 3.1, 1, 0.0)
+        room.lanes.learn_unreported(0.1, 3.1, 1, 0.0, slots_free=True)
     assert room.hold_ms(0.0) == pytest.approx(3000.0)
     room.slots.learn_limit(0.0, 2.0, 0.0, cache=0.0, until=10.0)
     assert room.hold_ms(5.0) == HOLD_MS, "an engine that says that nothing waits is tested otherwise"
     for _ in range(100):
-        room.lanes.learn_unreported(0.1, 0.1, 1, 11.0)
+        room.lanes.learn_unreported(0.1, 0.1, 1, 11.0, slots_free=True)
     assert room.hold_ms(11.0) == HOLD_MS, "the others do not take so long"
 
 
