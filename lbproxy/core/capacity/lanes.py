@@ -15,8 +15,12 @@ A reported queue shows more. If repeatedly no request waits while the model says
 that computes one long prompt reports the same whether it would take another one or not, one more request is placed to
 find out, unless that was observed recently.
 
+Where no queue is reported, `core.capacity.wait_trend` takes the place of that count, requests are placed to find out
+while much work is held (`may_explore`), and all first bytes show how much they vary
+(docs/decisions/0051-without-reports.md).
+
 Invariant: `lanes` is at least 1. It stays 1 until the requests that showed more lanes exceed the others by
-`MIN_EVIDENCE`, or until `MIN_REPORTS` reports in a row show more.
+`MIN_EVIDENCE`, until `MIN_REPORTS` reports in a row show more, or until a trend does.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from collections.abc import Mapping
 from math import inf
 from typing import Final
 
-from lbproxy.core.capacity.wait_trend import WaitTrend
+from lbproxy.core.capacity.wait_trend import MIDDLE, WaitTrend
 
 LATE_S: Final = 0.25
 """A first byte is not late if it arrives at most this much after its prediction."""
@@ -35,6 +39,8 @@ SERIAL_S: Final = 600.0
 """After an engine was seen to compute prefills one after the other, no request is placed to test that for this long."""
 MEAN_OF: Final = 16
 """First bytes over which the mean of what they take beyond the prediction is taken."""
+PARALLEL_S: Final = 30.0
+"""The same where it does compute some in parallel, but was seen not to compute more."""
 MIN_WAIT_S: Final = 0.1
 """A shorter predicted wait shows nothing."""
 
@@ -49,6 +55,7 @@ class Lanes:
         "_first_bytes",
         "_grows",
         "_reports",
+        "_response_trend",
         "_serial_until",
         "_trend",
         "delay_known",
@@ -69,7 +76,9 @@ class Lanes:
         self._evidence = self._reports = 0
         self._serial_until = -inf
         self._trend = WaitTrend()
-        """Without reports, like the next."""
+        """Without reports, like all of the following."""
+        self._response_trend = WaitTrend()
+        """Of non-streaming responses."""
         self._beyond_s = 0.0
         """How much longer than predicted the last first bytes took."""
         self._deviation_s = 0.0
@@ -105,30 +114,40 @@ class Lanes:
         return min(self.delay_s, self._beyond_s) if self._first_bytes >= MIN_EVIDENCE else 0.0
 
     def may_explore(self, pending: int, now: float) -> bool:
-        """The same where the engine does not report its queue, so that only first bytes show how many prefills it
-        computes in parallel: one more than is known, and twice as many while these show no wait.
+        """Whether one more request may be placed where the engine does not report its queue, so that only first bytes
+        show how many prefills it computes in parallel: one more than is known, and twice as many while these show no
+        wait.
         """
         if now <= self._serial_until:
             return False
         return pending < (2.0 * self.lanes if self._grows else self.lanes + 1.0)
 
-    def learn_unreported(self, predicted_s: float, took_s: float, before: int, now: float, *, slots_free: bool) -> None:
-        """Learn from a first byte of an engine that does not report its queue: see `WaitTrend.learn`. `slots_free`: it
-        certainly did not wait for a slot.
+    def learn_first_byte(
+        self, predicted_s: float, waited_s: float, before: int, now: float, *, slots_free: bool
+    ) -> None:
+        """Learn from a first byte of an engine that does not report its queue. `predicted_s`, `waited_s` and `before`:
+        see `WaitTrend.learn`. `slots_free`: it hardly waited for a slot.
         """
         self._first_bytes = min(MEAN_OF, self._first_bytes + 1)
-        off_s = took_s - predicted_s - self._beyond_s
+        off_s = waited_s - predicted_s - self._beyond_s
         self._beyond_s += off_s / self._first_bytes
         if slots_free:
             self._deviation_s += (abs(off_s) - self._deviation_s) / self._first_bytes
-        trend = self._trend
-        trend.learn(predicted_s, took_s, before)
-        is_parallel = trend.is_parallel()
-        if is_parallel is None:
+        self._learn_trend(self._trend, predicted_s, waited_s, before, now)
+
+    def learn_response(self, predicted_s: float, waited_s: float, before: int, now: float) -> None:
+        """The same of a non-streaming response, whose `waited_s` is what its length does not explain."""
+        self._learn_trend(self._response_trend, predicted_s, waited_s, before, now)
+
+    def _learn_trend(self, trend: WaitTrend, predicted_s: float, waited_s: float, before: int, now: float) -> None:
+        trend.learn(predicted_s, waited_s, before)
+        slope = trend.certain_slope()
+        if slope is None:
             return
-        if not is_parallel:
+        if slope > MIDDLE:
             self._grows = False
-            self._serial_until = now + SERIAL_S
+            self.lanes = max(1.0, self.lanes / min(2.0, max(1.0, slope)))
+            self._serial_until = now + (SERIAL_S if self.lanes == 1.0 else PARALLEL_S)
         elif trend.most >= self.lanes:
             self._grows = True
             self.lanes = trend.most + 1.0
@@ -152,9 +171,13 @@ class Lanes:
         else:
             self._reports = 0
 
-    def late_after_s(self, predicted_s: float) -> float:
-        """After how many seconds a first byte is late that is predicted in `predicted_s`."""
-        spread_s = max(self.spread_s, self._deviation_s) if self._first_bytes >= MIN_EVIDENCE else self.spread_s
+    def late_after_s(self, predicted_s: float, *, reported: bool) -> float:
+        """After how many seconds a first byte is late that is predicted in `predicted_s`. `reported`: the engine
+        reports its queue.
+        """
+        spread_s = self.spread_s
+        if not reported and self._first_bytes >= MIN_EVIDENCE:
+            spread_s = max(spread_s, self._deviation_s)
         return predicted_s + self.delay_s + max(LATE_S, predicted_s, 4.0 * spread_s)
 
     def learn_delay(self, beyond_s: float) -> None:

@@ -62,6 +62,11 @@ class Others:
         """Tokens of the cache that others use."""
         return self.cache_tokens if now <= self.until else 0.0
 
+    @property
+    def scraped(self) -> bool:
+        """Whether the last scrape had requests of others: a load report only has the queue, in which ours may be."""
+        return self._last >= MIN_REQUESTS
+
     def learn(self, seen: float, queued: float, in_flight: int, *, until: float, reported: bool) -> None:
         """Learn from a scrape or a load report: `seen` requests that are not ours, `queued` of them waiting, and
         `in_flight` of ours.

@@ -66,7 +66,9 @@ class ResponseTimes:
         return self._mean_excess - slope * self._mean_tokens
 
     def beyond_s(self, excess_s: float, tokens: int) -> float | None:
-        """What of `excess_s` the `tokens` of a response do not explain; None: not known yet."""
+        """What of `excess_s` the `tokens` of a response do not explain; None: not known yet. All of it, if all
+        responses are equally long.
+        """
         if self._n < MIN_RESPONSES:
             return None
         if self._square < (MIN_VARIATION * self._mean_tokens) ** 2:

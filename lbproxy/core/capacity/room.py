@@ -165,6 +165,8 @@ class Room:
         theirs = self.others.queued(now)
         if theirs <= 0.0:
             return False
+        if self.slots.is_cache_full(now) and not self.others.scraped:
+            return False  # they may be ours, which the engine returned to its queue
         waiting_share = max(0.0, 1.0 - self.slots.limit / (in_flight + self.others.requests(now)))
         return pending + silent * waiting_share < max(sqrt(2.0 * theirs), self.slots.allowance(now))
 

@@ -120,6 +120,10 @@ class Slots:
         """Whether the engine reports that no request waits."""
         return now <= self.reported_until and self._waiting < 1.0
 
+    def is_cache_full(self, now: float) -> bool:
+        """Whether the engine reports that its KV cache is full: it may return running requests to its queue."""
+        return now <= self.reported_until and self._cache > FULL_CACHE
+
     def lacks_space(self, in_flight: float, growth: float, now: float, *, overloaded: bool) -> bool:
         """Whether the requests that are there will need all of the cache. `growth`: the share of it by which they are
         expected to grow.

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether an engine that does not report its queue computes prefills in parallel, as first bytes alone show it.
+"""What first bytes show of the parallel prefills of an engine that does not report its queue.
 
-Each first byte has the time that its request should have waited for earlier prefills, if the engine computed them one
-after the other, and the time that it did take beyond its own work. The slope of the second over the first (a linear
-regression over the recent ones) is 1 where prefills are serial, and 0 where none waits for another. What all requests
-take, as a fixed time to the first token, is the intercept and does not matter. Noise widens the error of the slope, and
-nothing is concluded before that is small.
+Each first byte has the time that its request should have waited for earlier prefills, with as many in parallel as are
+assumed, and the time that it did take beyond its own work. The slope of the second over the first (a linear regression
+over the recent ones) is 1 where the assumption is right, 0 where no request waits, and above 1 where fewer prefills run
+in parallel. What all requests take, as a fixed time to the first token, is the intercept and does not matter. Noise
+widens the error of the slope, and nothing is concluded before that is small.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ MIN_WAIT_S: Final = 0.1
 MIN_WAITS: Final = 5
 """Nothing is concluded from fewer requests that should have waited."""
 ERRORS: Final = 2.0
-"""How many standard errors from `SLOPE` make it certain."""
-SLOPE: Final = 0.5
-"""In the middle between parallel and serial."""
+"""So many standard errors make it certain."""
+MIDDLE: Final = 0.5
+"""A slope between that of no wait at all and that of the wait that was predicted."""
 
 
 class WaitTrend:
@@ -69,9 +69,9 @@ class WaitTrend:
         rest = max(0.0, self._yy - slope * self._xy)
         return slope, sqrt(rest / (self._samples * self._xx))
 
-    def is_parallel(self) -> bool | None:
-        """Whether no request waits for another; None: not certain."""
+    def certain_slope(self) -> float | None:
+        """The slope, if it is certain on which side of `MIDDLE` it is."""
         found = self.slope()
-        if found is None or abs(found[0] - SLOPE) <= ERRORS * found[1]:
+        if found is None or abs(found[0] - MIDDLE) <= ERRORS * found[1]:
             return None
-        return found[0] < SLOPE
+        return found[0]

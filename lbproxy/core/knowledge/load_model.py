@@ -130,6 +130,8 @@ class LoadModel:
 
     def _competes(self, now: float) -> bool:
         work = self.work
+        if work.due_at <= now:
+            work.expire(now, self.speed)
         return self.room.competes(work.in_flight, len(work.pending), work.silent(), now)
 
     def _shortage(self, now: float) -> str | None:
@@ -178,7 +180,8 @@ class LoadModel:
         if not request.stream:
             placement.due_at = now + placement.predicted_s
         elif lanes.delay_known:
-            placement.late_at = now + lanes.late_after_s(placement.predicted_s)
+            reported = now <= self.room.slots.reported_until
+            placement.late_at = now + lanes.late_after_s(placement.predicted_s, reported=reported)
         work.place(placement, now)
         if pool.adapters and request.model is not None and request.model in pool.adapters:
             placement.adapter = request.model
@@ -286,7 +289,7 @@ class LoadModel:
             lanes.learn_delay(beyond_s)
         predicted_s, waited_s = placement.prefill_wait_s, placement.prefill_wait_s + beyond_s
         if now > room.slots.reported_until:
-            lanes.learn_unreported(predicted_s, waited_s, earlier, now, slots_free=slots_free)
+            lanes.learn_first_byte(predicted_s, waited_s, earlier, now, slots_free=slots_free)
         elif earlier and lanes.delay_known:
             lanes.learn_wait(predicted_s, waited_s - lanes.delay_s, earlier)
         if placement.late_at <= now:
@@ -317,8 +320,8 @@ class LoadModel:
             base_s = placement.predicted_s - placement.prefill_wait_s
             beyond_s = self.room.completed(took_s, base_s, int(output), placement.in_flight, now)
             if beyond_s is not None:
-                wait_s, earlier = placement.prefill_wait_s, placement.pending_before
-                self.room.lanes.learn_unreported(wait_s, beyond_s, earlier, now, slots_free=False)
+                predicted_s, earlier = placement.prefill_wait_s, placement.pending_before
+                self.room.lanes.learn_response(predicted_s, beyond_s, earlier, now)
 
     # Reports of the endpoint
 

@@ -87,7 +87,9 @@ class Work:
         return [one for one in before if one.due_at < NEVER]
 
     def silent(self) -> int:
-        """Requests that are prefilled and show no progress: non-streaming ones, which may still wait in the engine."""
+        """Requests that are prefilled, as predicted or shown, and have no progress: most do not stream, and may
+        still wait in the engine.
+        """
         return self.in_flight - len(self.pending) - len(self._streams)
 
     def stalled(self) -> int:

@@ -189,12 +189,14 @@ def test_a_first_byte_is_late_beyond_what_is_usual() -> None:
     assert not lanes.delay_known
     for _ in range(50):
         lanes.learn_delay(3.0)
-    assert lanes.late_after_s(0.1) == pytest.approx(0.1 + 3.0 + LATE_S, abs=0.01), "an engine that always takes 3 s"
-    steady = lanes.late_after_s(0.1)
+    assert lanes.late_after_s(0.1, reported=True) == pytest.approx(0.1 + 3.0 + LATE_S, abs=0.01), (
+        "an engine that always takes 3 s"
+    )
+    steady = lanes.late_after_s(0.1, reported=True)
     for n in range(200):
         lanes.learn_delay(2.5 if n % 2 else 3.5)
-    assert lanes.late_after_s(0.1) > steady + 1.0, "and one that varies gets longer"
-    assert lanes.late_after_s(5.0) > 10.0, "a long prefill may take twice as long as predicted"
+    assert lanes.late_after_s(0.1, reported=True) > steady + 1.0, "and one that varies gets longer"
+    assert lanes.late_after_s(5.0, reported=True) > 10.0, "a long prefill may take twice as long as predicted"
 
 
 def test_prefills_side_by_side_are_found_by_their_first_bytes() -> None:
@@ -238,18 +240,37 @@ def test_one_more_is_let_through_to_see_unless_that_was_seen() -> None:
     assert not lanes.may_test(1, 2.0)
 
 
-def test_without_reports_first_bytes_that_do_not_wait_double_what_is_tested() -> None:
-    """An engine that computes 16 prefills of .5 s in parallel."""
-    lanes = Lanes()
-    for n in range(40):
+def first_byte(lanes: Lanes, before: int, engine: int, now: float = 0.0) -> None:
+    """One behind `before` prefills of .5 s, of an engine that computes so many in parallel."""
+    predicted_s = 0.5 * before / lanes.lanes if before >= lanes.lanes else 0.0
+    waited_s = 0.5 * before / engine if before >= engine else 0.0
+    lanes.learn_first_byte(predicted_s, waited_s, before, now, slots_free=True)
+
+
+def explored(lanes: Lanes, engine: int, rounds: int = 40) -> None:
+    for n in range(rounds):
         before = 0
         while before < lanes.lanes or lanes.may_explore(before, float(n)):
-            wait_s = 0.5 * before / lanes.lanes if before >= lanes.lanes else 0.0
-            lanes.learn_unreported(wait_s, 0.0 if before < 16 else wait_s, before, float(n), slots_free=True)
+            first_byte(lanes, before, engine, float(n))
             before += 1
-            assert before < 64
-    assert 8 <= lanes.lanes <= 32
-    assert not lanes.may_explore(2 * int(lanes.lanes), 1000.0)
+            assert before < 4 * engine + 2
+
+
+@pytest.mark.parametrize("engine", [1, 4, 16])
+def test_without_reports_the_number_tested_doubles_while_first_bytes_do_not_wait(engine: int) -> None:
+    lanes = Lanes()
+    explored(lanes, engine)
+    assert engine / 3 <= lanes.lanes <= 2 * engine
+    assert not lanes.may_explore(2 * int(lanes.lanes) + 1, 1000.0)
+
+
+def test_without_reports_an_engine_that_computes_fewer_in_parallel_than_it_did_is_found() -> None:
+    lanes = Lanes()
+    explored(lanes, 16)
+    assert lanes.lanes > 5.0
+    for n in range(200):
+        first_byte(lanes, n % 20, 1, 1000.0)
+    assert lanes.lanes < 2.0
 
 
 def test_without_reports_an_engine_that_is_seen_to_be_serial_is_not_tested_for_long() -> None:
@@ -257,23 +278,38 @@ def test_without_reports_an_engine_that_is_seen_to_be_serial_is_not_tested_for_l
     assert lanes.may_explore(1, 0.0)
     assert not lanes.may_explore(2, 0.0)
     for n in range(12):
-        lanes.learn_unreported(0.5 * (n % 2), 0.1 + 0.5 * (n % 2), n % 2, 1.0, slots_free=True)
+        first_byte(lanes, n % 2, 1, 1.0)
     assert lanes.lanes == 1.0
     assert not lanes.may_explore(1, 2.0)
     assert lanes.may_explore(1, 2.0 + SERIAL_S), "it may be another one by then"
+
+
+def test_without_reports_responses_show_it_too_and_nothing_of_when_a_first_byte_is_late() -> None:
+    lanes = Lanes()
+    lanes.learn_delay(0.1)
+    usual_s = lanes.late_after_s(0.1, reported=False)
+    for n in range(40):
+        lanes.learn_response(0.5 * (n % 4), 6.0, n % 4, 0.0)
+    assert lanes.lanes == 4.0
+    assert lanes.late_after_s(0.1, reported=False) == usual_s
+
+
+def beyond(lanes: Lanes, beyond_s: float, *, slots_free: bool = True) -> None:
+    lanes.learn_first_byte(0.1, 0.1 + beyond_s, 1, 0.0, slots_free=slots_free)
 
 
 def test_without_reports_a_first_byte_is_late_by_what_all_of_them_show() -> None:
     """Those with requests before them, too: behind some engines there are always some."""
     lanes = Lanes()
     lanes.learn_delay(0.1)
-    usual_s = lanes.late_after_s(0.1)
+    usual_s = lanes.late_after_s(0.1, reported=False)
     for n in range(40):
-        lanes.learn_unreported(0.1, 0.2 + 2.0 * (n % 2), 1, 0.0, slots_free=False)
-    assert lanes.late_after_s(0.1) == usual_s, "they may have waited for slots"
+        beyond(lanes, 2.0 * (n % 2), slots_free=False)
+    assert lanes.late_after_s(0.1, reported=False) == usual_s, "they may have waited for slots"
     for n in range(40):
-        lanes.learn_unreported(0.1, 0.2 + 2.0 * (n % 2), 1, 0.0, slots_free=True)
-    assert lanes.late_after_s(0.1) > usual_s + 3.0
+        beyond(lanes, 2.0 * (n % 2))
+    assert lanes.late_after_s(0.1, reported=False) > usual_s + 3.0
+    assert lanes.late_after_s(0.1, reported=True) == usual_s
 
 
 def test_without_reports_prefill_is_held_back_by_what_explains_first_bytes() -> None:
@@ -282,12 +318,12 @@ def test_without_reports_prefill_is_held_back_by_what_explains_first_bytes() -> 
     room.lanes.learn_delay(3.0)
     for _ in range(MIN_EVIDENCE):
         assert room.hold_ms(0.0) == HOLD_MS, "the first may have been a slow start"
-        room.lanes.learn_unreported(0.1, 3.1, 1, 0.0, slots_free=True)
+        beyond(room.lanes, 3.0)
     assert room.hold_ms(0.0) == pytest.approx(3000.0)
     room.slots.learn_limit(0.0, 2.0, 0.0, cache=0.0, until=10.0)
     assert room.hold_ms(5.0) == HOLD_MS, "an engine that says that nothing waits is tested otherwise"
     for _ in range(100):
-        room.lanes.learn_unreported(0.1, 0.1, 1, 11.0, slots_free=True)
+        beyond(room.lanes, 0.0)
     assert room.hold_ms(11.0) == HOLD_MS, "the others do not take so long"
 
 

@@ -22,48 +22,42 @@ def learned(
 
 
 @pytest.mark.parametrize("fixed_s", [0.0, -0.3, 3.0])
-@pytest.mark.parametrize(("slope", "parallel"), [(0.0, True), (0.2, True), (0.8, False), (1.0, False), (2.0, False)])
-def test_the_slope_tells_parallel_from_serial_whatever_all_requests_take(
-    slope: float, parallel: bool, fixed_s: float
-) -> None:
-    trend = learned(slope, 0.05, fixed_s=fixed_s)
-    found = trend.slope()
-    assert found is not None
-    assert found[0] == pytest.approx(slope, abs=0.1)
-    assert trend.is_parallel() is parallel
+@pytest.mark.parametrize("slope", [0.0, 0.2, 0.8, 1.0, 2.0])
+def test_the_slope_tells_how_far_the_prediction_holds_whatever_all_requests_take(slope: float, fixed_s: float) -> None:
+    assert learned(slope, 0.05, fixed_s=fixed_s).certain_slope() == pytest.approx(slope, abs=0.1)
 
 
 def test_nothing_is_concluded_from_noise() -> None:
     """With 3 s of it waits of up to .75 s show nothing; wrong conclusions are as rare as two standard errors are."""
-    verdicts = [learned(slope, 3.0, seed=seed).is_parallel() for seed in range(50) for slope in (0.0, 1.0)]
+    verdicts = [learned(slope, 3.0, seed=seed).certain_slope() for seed in range(50) for slope in (0.0, 1.0)]
     assert verdicts.count(None) > 80
 
 
 def test_nothing_is_concluded_from_few_waits() -> None:
     trend = WaitTrend()
-    assert trend.is_parallel() is None
+    assert trend.certain_slope() is None
     for _ in range(50):
         trend.learn(0.0, 0.1, 0)
-    assert trend.is_parallel() is None, "none should have waited"
+    assert trend.certain_slope() is None, "none should have waited"
     for n in range(MIN_WAITS):
-        assert trend.is_parallel() is None
+        assert trend.certain_slope() is None
         trend.learn(MIN_WAIT_S * (1 + n), 0.1, 1 + n)
-    assert trend.is_parallel() is True
+    assert trend.certain_slope() == pytest.approx(0.0, abs=0.01)
     assert trend.most == MIN_WAITS
     trend.forget()
-    assert (trend.is_parallel(), trend.most) == (None, 0)
+    assert (trend.certain_slope(), trend.most) == (None, 0)
 
 
 def test_equal_waits_show_nothing() -> None:
     trend = WaitTrend()
     for _ in range(50):
         trend.learn(0.5, 0.0, 1)
-    assert trend.is_parallel() is None
+    assert trend.certain_slope() is None
 
 
 def test_what_was_long_ago_is_forgotten() -> None:
     trend = learned(1.0, samples=100)
-    assert trend.is_parallel() is False
+    assert trend.certain_slope() == pytest.approx(1.0)
     for n in range(4 * WINDOW):
         trend.learn(0.25 * (n % 4), 0.0, n % 4)
-    assert trend.is_parallel() is True
+    assert trend.certain_slope() == pytest.approx(0.0, abs=0.05)

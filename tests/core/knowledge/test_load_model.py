@@ -689,20 +689,38 @@ def test_where_others_wait_in_the_engine_ours_wait_with_them(queued: int, most: 
     assert load.full_by(1.0) == "requests"
 
 
-def test_non_streaming_requests_may_wait_there_however_long_ago_they_were_placed() -> None:
-    """By prediction they are prefilled; half of what is there waits, and so do half of them."""
+def test_non_streaming_requests_count_as_waiting_there_by_the_share_of_all_that_waits() -> None:
+    """By prediction they are prefilled; but of 8 running and 8 waiting of others and 16 of ours, 24 wait."""
     load = flooded(8)
     for _ in range(16):
         load.place(prompt(10, stream=False), 1.0)
-    assert load.backlog_tokens(60.0) > 0.0
-    assert not load.work.pending, "all are due"
     assert load.is_full(60.0)
+    assert not load.work.pending, "all are due"
+    for one in [load.place(prompt(10), 60.0) for _ in range(2)]:
+        load.first_byte(one, 60.1)
+        load.progress(one, 1, 60.2)
+    assert load.work.silent() == 16
 
 
 def test_a_queue_of_ours_alone_is_no_queue_of_others() -> None:
     load = LoadModel(PoolModel(KIB))
-    for _ in range(4):
-        load.place(prompt(4000), 1.0)
+    load.place(prompt(4000), 1.0)
     for _ in range(2):
-        scrape(load, others=0.0, queued=0.0, waiting=3, running=1)
+        scrape(load, others=0.0, queued=0.0, waiting=1, running=0)
     assert load.is_full(1.0)
+
+
+def test_requests_that_a_full_engine_returned_to_its_queue_are_not_those_of_others() -> None:
+    """A load report only has the queue; ours that had begun are in it."""
+    load, _ = with_streams(40)
+    for at in (29.0, 30.0):
+        full = LoadMetrics(scraped_at=at, waiting=20, running=20, kv_utilization=0.99)
+        load.scraped(full, others=0.0, queued=0.0, fresh_until=100.0)
+    assert load.full_by(30.0) == "space"
+    report(load, others=20.0, queued=20.0)
+    assert load.room.others.queued(30.0) == 20.0
+    assert load.full_by(30.0) == "space"
+    for at in (31.0, 32.0):
+        full = LoadMetrics(scraped_at=at, waiting=20, running=40, kv_utilization=0.99)
+        load.scraped(full, others=20.0, queued=20.0, fresh_until=100.0)
+    assert load.full_by(32.0) is None, "scrapes have shown them"
