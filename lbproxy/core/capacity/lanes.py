@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from math import inf
 from typing import Final
 
-from lbproxy.core.capacity.wait_trend import MIDDLE, WaitTrend
+from lbproxy.core.capacity.wait_trend import MIDDLE, MIN_WAIT_S, WaitTrend
 
 LATE_S: Final = 0.25
 """A first byte is not late if it arrives at most this much after its prediction."""
@@ -37,12 +37,12 @@ MIN_EVIDENCE: Final = 5
 MIN_REPORTS: Final = 5
 SERIAL_S: Final = 600.0
 """After an engine was seen to compute prefills one after the other, no request is placed to test that for this long."""
-MEAN_OF: Final = 16
-"""First bytes over which the mean of what they take beyond the prediction is taken."""
 PARALLEL_S: Final = 30.0
 """The same where it does compute some in parallel, but was seen not to compute more."""
-MIN_WAIT_S: Final = 0.1
-"""A shorter predicted wait shows nothing."""
+MEAN_OF: Final = 16
+"""First bytes over which the mean of what they take beyond the prediction is taken."""
+MAX_DECREASE: Final = 2.0
+"""One trend divides the lanes by at most this: behind noise a slope may be far too high."""
 
 
 class Lanes:
@@ -146,7 +146,7 @@ class Lanes:
             return
         if slope > MIDDLE:
             self._grows = False
-            self.lanes = max(1.0, self.lanes / min(2.0, max(1.0, slope)))
+            self.lanes = max(1.0, self.lanes / min(MAX_DECREASE, max(1.0, slope)))
             self._serial_until = now + (SERIAL_S if self.lanes == 1.0 else PARALLEL_S)
         elif trend.most >= self.lanes:
             self._grows = True

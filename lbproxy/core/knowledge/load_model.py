@@ -124,9 +124,9 @@ class LoadModel:
 
     def has_room_in_s(self, now: float) -> float:
         """In how many seconds there is room if no event comes; infinite: never."""
-        return (
-            inf if self._shortage(now) is not None else max(0.0, self.prefill_ms(now) - self.room.hold_ms(now)) / 1000.0
-        )
+        if self._shortage(now) is not None:
+            return inf
+        return max(0.0, self.prefill_ms(now) - self.room.hold_ms(now)) / 1000.0
 
     def _competes(self, now: float) -> bool:
         work = self.work
