@@ -16,9 +16,7 @@ import argparse
 import re
 import shutil
 import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -30,12 +28,12 @@ import orjson
 from benchmarks.http_routing import trial
 from benchmarks.http_routing.__main__ import prepare
 from benchmarks.http_routing.cells import CELLS
-from benchmarks.http_routing.results import Row, Source, believed, keep, read, row_of, simulated, summary
+from benchmarks.http_routing.results import Row, Source, believed, read, row_of, simulated, summary
 from benchmarks.http_routing.routers import OURS, SEVERAL, STORES
-from benchmarks.http_routing.trial import ATTEMPTS, Task, Trial, TrialError
+from benchmarks.http_routing.runs import measure
+from benchmarks.http_routing.trial import Task
 from benchmarks.overhead.load import BENCH
 from benchmarks.overhead.plan import machine
-from benchmarks.overhead.process import StartError
 from lbproxy import __version__
 from lbproxy.config.sections.replicas import ReplicasSettings
 from lbproxy.process import is_compiled
@@ -94,7 +92,7 @@ def main(args: argparse.Namespace) -> int:
             for cell in args.cells
             for name in names(args.stores)
         ]
-        measure(tasks, args.at_a_time, args.mooncake, source)
+        measure(tasks, partial(run, trace=args.mooncake, source=source), STORE, at_a_time=args.at_a_time)
     data = results(judged(read(STORE)), source, trace=args.mooncake is not None, at_a_time=args.at_a_time)
     text = rendered(data)
     print(text)
@@ -104,38 +102,10 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure(tasks: Sequence[Task], at_a_time: int, trace: str | None, source: Source) -> None:
-    """Do the runs that are missing, those that are not believed again after all others, and keep them."""
-    for _ in range(ATTEMPTS):
-        done = {(row["cell"], row["seed"], row["router"]) for row in judged(read(STORE)) if row["rejected"] is None}
-        for batch in batches([one for one in tasks if (one.cell, one.seed, one.router) not in done], at_a_time):
-            said = f"{batch[0].cell}, seed {batch[0].seed}: {'; '.join(one.router for one in batch)}"
-            print(said, file=sys.stderr, flush=True)
-            with ThreadPoolExecutor(at_a_time) as pool:
-                trials = list(pool.map(partial(_run, trace=trace), batch))
-            for row in judged([row_of(one, source) for one in trials if one is not None]):
-                keep(STORE, row)
-                print(f"  {_line(row)}", file=sys.stderr, flush=True)
-
-
-def batches(tasks: Sequence[Task], at_a_time: int) -> Iterator[list[Task]]:
-    """Tasks in their order, at most so many at a time, of one cell and seed each time."""
-    batch: list[Task] = []
-    for task in tasks:
-        if batch and (len(batch) == at_a_time or (task.cell, task.seed) != (batch[0].cell, batch[0].seed)):
-            yield batch
-            batch = []
-        batch.append(task)
-    if batch:
-        yield batch
-
-
-def _run(task: Task, *, trace: str | None) -> Trial | None:
-    try:
-        return trial.run(task, short=False, trace=trace)
-    except (TrialError, StartError) as error:
-        print(f"  {task.router}: {error}", file=sys.stderr)
-        return None
+def run(task: Task, *, trace: str | None, source: Source) -> Row:
+    """Do one. Raises TrialError, StartError."""
+    (row,) = judged([row_of(trial.run(task, short=False, trace=trace), source)])
+    return row
 
 
 def judged(rows: Sequence[Row]) -> list[Row]:
@@ -147,15 +117,6 @@ def judged(rows: Sequence[Row]) -> list[Row]:
         }
         for row in rows
     ]
-
-
-def _line(row: Row) -> str:
-    figures = row["summary"]
-    text = f"{row['router']}: TTFT {figures['ttft_mean']:.3f} s, hits {row['usage_hit_ratio']:.3f}, "
-    text += f"failed {figures['failed']}, shares {row['shares']}, CPU s {row['router_cpu_s']:.1f} "
-    text += f"{row['servers_cpu_s']:.1f} {row['client_cpu_s']:.1f} of {row['seconds']:.0f}, "
-    text += f"lag {1000 * row['server_lag_s']:.1f} / {1000 * row['client_lag_s']:.1f} ms"
-    return text + (f": rejected, {row['rejected']}" if row["rejected"] else "")
 
 
 # What is kept

@@ -22,12 +22,13 @@ from benchmarks.agents import AGENTS_PAGE, OVER_HTTP, with_part
 from benchmarks.http_routing import trial
 from benchmarks.http_routing.cells import CELLS, OPEN_LOOPS
 from benchmarks.http_routing.pages import CellRuns, comparable, page, picture
-from benchmarks.http_routing.results import Row, Source, believed, keep, read, row_of, simulated
+from benchmarks.http_routing.results import Row, Source, believed, read, row_of, simulated
 from benchmarks.http_routing.routers import OURS, Router, routers
-from benchmarks.http_routing.trial import ATTEMPTS, MAX_LAG_S, Task, TrialError
+from benchmarks.http_routing.runs import ATTEMPTS, measure, order
+from benchmarks.http_routing.trial import MAX_LAG_S, Task
 from benchmarks.overhead.load import BENCH, ROOT
 from benchmarks.overhead.plan import machine
-from benchmarks.overhead.process import LOAD_CORE, StartError
+from benchmarks.overhead.process import LOAD_CORE
 from lbproxy import __version__
 from lbproxy.sim.figures.plots import can_plot
 from lbproxy.sim.figures.report import Summary, as_json
@@ -50,6 +51,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--agents", action="store_true", help="the cells of coding agents, for AGENTS.md")
     parser.add_argument("--routers", nargs="+", metavar="WORD", help="only those with one of these in their names")
     parser.add_argument("--seeds", type=int, metavar="N")
+    parser.add_argument("--at-a-time", type=int, default=1, metavar="N", help="runs side by side, of a cell and seed")
     parser.add_argument("--mooncake", metavar="FILE", help="Mooncake's conversation_trace.jsonl; else a stand-in")
     parser.add_argument("--resume", action="store_true", help="keep what earlier runs of this form have measured")
     parser.add_argument("--render", action="store_true", help="measure nothing: the page, of what there is")
@@ -97,38 +99,12 @@ def chosen(args: argparse.Namespace) -> tuple[list[str], list[Router]]:
     return cells, some
 
 
-def measure(tasks: Sequence[Task], args: argparse.Namespace, source: Source, store: Path) -> list[str]:
-    """Do the runs that are missing, and keep them; what failed."""
-    done = {(row["cell"], row["seed"], row["router"]) for row in read(store) if row["rejected"] is None}
-    missing = [task for task in tasks if (task.cell, task.seed, task.router) not in done]
-    failed = []
-    attempts = 1 if args.short else ATTEMPTS  # the short form promises its time
-    for number, task in enumerate(missing, 1):
-        print(f"{number}/{len(missing)} {task.cell}, seed {task.seed}, {task.router}", file=sys.stderr, flush=True)
-        for attempt in range(1, attempts + 1):
-            try:
-                row = row_of(trial.run(task, short=args.short, trace=args.mooncake), source)
-            except (TrialError, StartError) as error:
-                failed.append(f"{task.router}, {task.cell}, seed {task.seed}: {error}")
-                print(f"  {failed[-1]}", file=sys.stderr)
-                break
-            if args.keep_late:
-                row["rejected"] = None
-            keep(store, row)
-            print(f"  {_line(row)}", file=sys.stderr, flush=True)
-            if row["rejected"] is None:
-                break
-            if attempt == attempts:
-                failed.append(f"{task.router}, {task.cell}, seed {task.seed}: rejected, {row['rejected']}")
-    return failed
-
-
-def _line(row: Row) -> str:
-    figures = row["summary"]
-    text = f"TTFT {figures['ttft_mean']:.3f} s, p99 {figures['ttft_p99']:.2f}, E2E {figures['e2e_mean']:.2f}, "
-    text += f"goodput {figures['goodput']:.2f}, hits {figures['hit_ratio']:.2f}, failed {figures['failed']}, "
-    text += f"lag {1000 * row['server_lag_s']:.1f} / {1000 * row['client_lag_s']:.1f} ms"
-    return text + (f": rejected, {row['rejected']}" if row["rejected"] else "")
+def run(args: argparse.Namespace, source: Source, task: Task) -> Row:
+    """Do one. Raises TrialError, StartError."""
+    row = row_of(trial.run(task, short=args.short, trace=args.mooncake), source)
+    if args.keep_late:
+        row["rejected"] = None
+    return row
 
 
 def report(cells: Sequence[CellRuns], args: argparse.Namespace, there: Sequence[Router], outside: Sequence[str]) -> str:
@@ -139,7 +115,9 @@ def report(cells: Sequence[CellRuns], args: argparse.Namespace, there: Sequence[
     about = [
         f"`{command}`, {datetime.now(UTC):%Y-%m-%d}, {machine()}, lbproxy {__version__}{asked}.",
         "Times are what a client sees; hits are of the servers' counters; intervals are 95 %, paired over seeds.",
-        f"Runs whose servers or client were more than {1000 * MAX_LAG_S:.0f} ms late (99th percentile) are left out.\n",
+        f"Runs whose servers or client were more than {1000 * MAX_LAG_S:.0f} ms late (99th percentile) are left out.",
+        *([f"{args.at_a_time} routers are measured side by side."] if args.at_a_time > 1 else []),
+        "",
         *(f"- {router.name} {_version(router)}: {router.subject.note}" for router in there),
     ]
     return page(cells, about, outside, f"# {OVER_HTTP}") if args.agents else page(cells, about, outside)
@@ -197,8 +175,9 @@ def main() -> None:
         prepare()
         if not args.resume:
             store.unlink(missing_ok=True)
-        tasks = trial.order(cells, args.seeds or (SHORT_SEEDS if args.short else FULL_SEEDS), names)
-        failed = measure(tasks, args, source, store)
+        tasks = order(cells, args.seeds or (SHORT_SEEDS if args.short else FULL_SEEDS), names)
+        attempts = 1 if args.short else ATTEMPTS  # the short form promises its time
+        failed = measure(tasks, partial(run, args, source), store, at_a_time=args.at_a_time, attempts=attempts)
     policies = {router.name: router.simulated for router in there}
     found = comparable(believed(read(store)), names, partial(simulate, source, policies))
     text = report(found, args, there, [*missing, *failed])

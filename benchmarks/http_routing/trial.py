@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run: fresh servers, one router, one replay; and whether it can be believed. Also: which run follows which.
+"""One run: fresh servers, one router, one replay; and whether it can be believed.
 
 The router has core 0 to itself; servers and client share core 1. Before the replay the router gets small requests until
 each server has answered one, so that nobody is measured while it still looks for its servers.
 
 A run is believed if neither servers nor client were late: the 99th percentile of lateness within `MAX_LAG_S` for each.
 The router's own time is not limited (that is what is measured), but how long its threads waited for a core is written
-down. A run that is not believed is done again, at most `ATTEMPTS` times in all.
+down. Runs may go on side by side (`runs.py`): then routers share one core, and servers and clients the other.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from lbproxy.sim.workloads.workload import Job
 
 PACKAGE = "benchmarks.http_routing"
 MAX_LAG_S = 0.005
-ATTEMPTS = 3
 READY_S = 60.0
 """How long a router may take until it has sent each server a request."""
 CLIENT_S = 1800.0
@@ -89,18 +88,6 @@ def lateness(answer: Answer) -> str | None:
     sides = (("servers", answer["server_lag_s"]), ("client", answer["client_lag_s"]))
     found = [f"{who} {lag_s * 1000:.1f} ms late" for who, lag_s in sides if lag_s > MAX_LAG_S]
     return ", ".join(found) or None
-
-
-def order(cells: Sequence[str], seeds: int, names: Sequence[str]) -> list[Task]:
-    """All runs: for each seed of each cell, all routers one after the other, every second time backwards, so that what
-    the machine does over the hours is done to all alike.
-    """
-    tasks = []
-    for seed in range(1, seeds + 1):
-        for cell in cells:
-            turn = names if seed % 2 else list(reversed(names))
-            tasks += [Task(cell, seed, name) for name in turn]
-    return tasks
 
 
 def run(task: Task, *, short: bool, trace: str | None) -> Trial:

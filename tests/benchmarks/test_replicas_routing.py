@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from threading import Thread
 
 import orjson
@@ -16,89 +16,39 @@ import pytest
 from benchmarks import replicas_routing
 from benchmarks.http_routing import several, trial
 from benchmarks.http_routing.cells import CELLS, arrivals
-from benchmarks.http_routing.results import Row, Source, read, summary
+from benchmarks.http_routing.results import Row, Source, summary
 from benchmarks.http_routing.routers import OURS, SEVERAL
 from benchmarks.http_routing.trial import Task
 from benchmarks.overhead.process import StartError
 from benchmarks.replicas_routing import (
     PAGE,
     RESULTS,
-    batches,
     judged,
-    measure,
     names,
     part_of,
     rendered,
     results,
+    run,
     with_part,
 )
 from lbproxy.sim.figures.report import summarise
 from lbproxy.sim.workloads.traces import TraceRow
+from tests.benchmarks.trials import row
 
 SHARED, UNSHARED = "2 lbproxies, redis-server", "2 lbproxies, unshared"
-
-
-def row(name: str, seed: int, ttft_s: float, *, hits: float = 0.8, late_s: float = 0.002, asked: str = "d") -> Row:
-    figures = {**asdict(summarise([], 4)), "ttft_mean": ttft_s, "ttft_p99": 4 * ttft_s, "requests": 10, "failed": seed}
-    return Row(
-        cell="b2b",
-        seed=seed,
-        router=name,
-        short=False,
-        rejected=None,
-        digest=f"{asked}{seed}",
-        summary=figures,
-        phases={},
-        usage_hit_ratio=hits,
-        itl_p99=0.05,
-        answered=[],
-        preemptions=0,
-        shares=[10] if name == OURS else [4, 6],
-        failures={},
-        server_lag_s=0.001 * seed,
-        client_lag_s=late_s,
-        router_cpu_s=3.0,
-        router_waited_s=0.0,
-        servers_cpu_s=4.0,
-        client_cpu_s=2.0,
-        others_cpu_s=0.0,
-        seconds=60.0,
-    )
 
 
 # Running
 
 
-def test_a_batch_is_of_one_cell_and_seed() -> None:
-    """Runs side by side are to be compared: with those of another seed a slow moment would fall on one of a pair."""
-    tasks = [Task(cell, seed, name) for cell, seed in (("a", 1), ("b", 1), ("b", 2)) for name in "xyz"]
-    found = list(batches(tasks, 2))
-    assert [one for batch in found for one in batch] == tasks
-    assert [len(batch) for batch in found] == [2, 1] * 3
-    assert all(len({(one.cell, one.seed) for one in batch}) == 1 for batch in found)
-    assert [len(batch) for batch in batches(tasks, 5)] == [3, 3, 3]
-
-
-def test_late_and_failed_runs_are_done_again_and_others_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    said = {SHARED: [0.0, 0.011, 0.01], UNSHARED: [0.0]}
-    done: list[str] = []
-
-    def run(task: Task, *, short: bool, trace: str | None) -> Row:
-        done.append(task.router)
-        if task.router == SHARED and done.count(SHARED) == 1:
-            raise StartError("no")
-        return row(task.router, task.seed, 0.1, late_s=said[task.router][done.count(task.router) - 1])
-
-    monkeypatch.setattr(replicas_routing, "STORE", tmp_path / "runs.jsonl")
-    monkeypatch.setattr(trial, "run", run)
+def test_a_run_is_judged_by_its_client_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    late_s = 0.011
+    monkeypatch.setattr(trial, "run", lambda task, **_: row(task.router, task.seed, 0.1, late_s=late_s))
     monkeypatch.setattr(replicas_routing, "row_of", lambda found, _: found)
-    measure([Task("b2b", 1, SHARED), Task("b2b", 1, UNSHARED)], 2, None, Source(None, False))
-    assert sorted(done) == sorted([SHARED] * 3 + [UNSHARED])
-    assert [(one["router"], one["rejected"]) for one in read(tmp_path / "runs.jsonl")] == [
-        (UNSHARED, None),
-        (SHARED, "client 11.0 ms late"),
-        (SHARED, None),
-    ]
+    asked = partial(run, Task("b2b", 8, SHARED), trace=None, source=Source(None, False))
+    assert asked()["rejected"] == "client 11.0 ms late"
+    late_s = 0.01
+    assert asked()["rejected"] is None, "its servers were 8 ms late"
 
 
 def test_names_are_of_the_stores_that_are_asked_for() -> None:
