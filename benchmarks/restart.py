@@ -160,7 +160,7 @@ def _cost_of(prompts: int, blocks: int) -> list[list[str]]:
         cache = loads[number % len(loads)].kv.cache
         cache.unpin(cache.pin(tuple(keys.getrandbits(64) for _ in range(blocks)))[1])
     lines: list[bytes] = []
-    steps = old.save(saved_at=1.0, prefixes=True, now=0.0)
+    steps = old.restarts.save(saved_at=1.0, prefixes=True, now=0.0)
 
     def export() -> bool:
         piece = next(steps, None)
@@ -175,7 +175,7 @@ def _cost_of(prompts: int, blocks: int) -> list[list[str]]:
     saved = read_lines(lines)
     total_s = time.perf_counter() - began_at
     rows.append([name, "read (in a thread)", f"{1e3 * total_s:.0f}", "", f"{1e6 * total_s / prompts / blocks:.2f}", ""])
-    restoring = new.restore(saved, age_s=0.0, now=0.0)
+    restoring = new.restarts.restore(saved, age_s=0.0, now=0.0)
     assert restoring is not None
     rows.append([name, "restore", *_timed(restoring.step, prompts * blocks), ""])
     assert restoring.prompts == prompts, size

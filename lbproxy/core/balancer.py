@@ -23,7 +23,7 @@ has no effect); nothing here awaits, so no two requests are placed by the same o
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
 
 from mypy_extensions import mypyc_attr
@@ -67,9 +67,6 @@ from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import DECODE, InferenceRequest, Usage
 from lbproxy.core.requests.retry import FailureKind, Retries, Verdict
 from lbproxy.core.restarts import Restarts
-from lbproxy.core.saved.pieces import Piece
-from lbproxy.core.saved.reading import Saved
-from lbproxy.core.saved.restoring import Restoring
 from lbproxy.core.scaling.advice import Advice
 from lbproxy.core.sleeping.sleepers import Sleepers
 
@@ -95,7 +92,8 @@ class Balancer:
         """Which endpoints sleep. It has a driver of its own, which carries out its orders."""
         self.sleepers.reconfigure(settings.hosts)
         self._choice.wakes_in_s, self._choice.passed_by = self.sleepers.wakes_in_s, self.sleepers.passed_by
-        self._restarts = Restarts(self._endpoints, self.sleepers)
+        self.restarts = Restarts(self._endpoints, self._flows, self.sleepers)
+        """What survives a restart: exported at any time, restored before the first request."""
         self._overdue = Overdue(self._choice, self._dispatcher, self._queue)
         self._reconfigure_queue(settings.admission)
         parts = self._endpoints, self._flows, self._backpressure, self._choice, self._dispatcher
@@ -282,7 +280,7 @@ class Balancer:
         self._dispatcher.wake_all()
         changes = self._endpoints.replace(specs, now=now)
         self.sleepers.follow(now)
-        self._restarts.follow(now)
+        self.restarts.follow(now)
         return changes
 
     def check(self, *, now: float) -> list[EndpointUid]:
@@ -413,14 +411,6 @@ class Balancer:
     def queue(self, *, now: float) -> QueueSnapshot:
         """A summary of the waiting requests. O(n)."""
         return of_queue(self._queue, self._queue.bytes, now=now)
-
-    def save(self, *, saved_at: float, prefixes: bool, now: float) -> Iterator[Piece | None]:
-        """Export what is to survive, in steps between which events may come. See `Restarts`."""
-        return self._restarts.save(saved_at=saved_at, prefixes=prefixes, now=now)
-
-    def restore(self, saved: Saved, *, age_s: float, now: float) -> Restoring | None:
-        """Start with what another Balancer saved; before the first request. See `Restarts`."""
-        return self._restarts.restore(saved, age_s=age_s, now=now)
 
     # Placing
 

@@ -2,7 +2,8 @@
 """What survives a restart: exported in pieces, and given to a new Balancer.
 
 What a policy learned of tier 1 is in the endpoint set (`core.saved.restoring`). The rest depends on no policy and no
-tier: what endpoints used of their limits per time, and how long servers took to wake (`core.sleeping.servers`).
+tier: what endpoints and flows used of their limits per time, and how long servers took to wake
+(`core.sleeping.servers`).
 
 The use of an endpoint that is not there is kept as long as it counts, and saved again: discovery may find it later, and
 a provider that is removed from the settings and added again does not get its budget a second time. Invariant: the use
@@ -11,7 +12,7 @@ of an endpoint is counted in its `Allowance`, or kept here, never both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Final
 
@@ -19,7 +20,8 @@ from lbproxy.core.capacity.allowance import Use
 from lbproxy.core.capacity.bucket import DAY_S, MAX_RESUMED_MINUTES, MINUTE_S, SLOT_S
 from lbproxy.core.endpoints.endpoint_set import EndpointSet
 from lbproxy.core.endpoints.state import EndpointState
-from lbproxy.core.saved.pieces import Piece, pieces, sleep_piece, used_piece
+from lbproxy.core.queue.flows import Flows
+from lbproxy.core.saved.pieces import Piece, flow_piece, pieces, sleep_piece, used_piece
 from lbproxy.core.saved.reading import Saved
 from lbproxy.core.saved.restoring import Restoring
 from lbproxy.core.sleeping.sleepers import Sleepers
@@ -33,8 +35,8 @@ MAX_ABSENT: Final = 1024
 class Restarts:
     """Owns the use of endpoints that are not there."""
 
-    def __init__(self, endpoints: EndpointSet, sleepers: Sleepers) -> None:
-        self._endpoints, self._sleepers = endpoints, sleepers
+    def __init__(self, endpoints: EndpointSet, flows: Flows, sleepers: Sleepers) -> None:
+        self._endpoints, self._flows, self._sleepers = endpoints, flows, sleepers
         self._limited: dict[str, EndpointState] = {}
         """The members with limits per time, by key, when the set last changed."""
         self._absent: dict[str, Use] = {}
@@ -56,11 +58,19 @@ class Restarts:
         under a policy that learns nothing without limits and servers that sleep. `saved_at`: the wall time.
         """
         learned, durations = self._endpoints.learned(), self._sleepers.durations()
-        if learned is None and not (self._limited or self._absent or durations):
+        flows = self._flows.uses(now)
+        if learned is None and not (self._limited or self._absent or flows or durations):
             return iter(())
-        used = (used_piece(key, use, saved_at - now) for key, use in self._uses(now))
         slept = (sleep_piece(url, times) for url, times in durations.items())
-        return pieces(learned, chain(used, slept), saved_at=saved_at, prefixes=prefixes, now=now)
+        others = chain(self._limits(flows, saved_at, now), slept)
+        return pieces(learned, others, saved_at=saved_at, prefixes=prefixes, now=now)
+
+    def save_limits(self, *, saved_at: float, now: float) -> Iterator[Piece | None]:
+        """Export only what was used of limits, at once. Empty if there are none, or nothing was used."""
+        flows = self._flows.uses(now)
+        if not (self._limited or self._absent or flows):
+            return iter(())
+        return pieces(None, self._limits(flows, saved_at, now), saved_at=saved_at, prefixes=False, now=now)
 
     def restore(self, saved: Saved, *, age_s: float, now: float) -> Restoring | None:
         """Start with what was saved `age_s` ago. Call `step` of the result until it returns False, and again when
@@ -75,8 +85,17 @@ class Restarts:
             self._keep(key, Use(min(now, use.at + behind_s), use.requests, use.tokens, day))
         for key, state in self._limited.items():
             self._take(key, state, now)
+        for name, use in saved.flows.items():
+            self._flows.resume(name, use._replace(at=min(now, use.at + behind_s)), now)
         self._sleepers.remember(saved.sleep)
         return self._endpoints.restore(saved, age_s=age_s, now=now) if saved.pool else None
+
+    def _limits(self, flows: Mapping[str, Use], saved_at: float, now: float) -> Iterator[Piece]:
+        ahead_s = saved_at - now
+        for key, use in self._uses(now):
+            yield used_piece(key, use, ahead_s)
+        for name, use in flows.items():
+            yield flow_piece(name, use, ahead_s)
 
     def _uses(self, now: float) -> Iterator[tuple[str, Use]]:
         """Of members and of others."""

@@ -336,7 +336,7 @@ class Replication:
         """Tell one who joins what we know, in turns with pauses as long."""
         lines: list[bytes] = []
         size, began_at = 0, time.monotonic()
-        for piece in self._balancer.save(saved_at=time.time(), prefixes=True, now=self._runtime.now()):
+        for piece in self._balancer.restarts.save(saved_at=time.time(), prefixes=True, now=self._runtime.now()):
             if piece is not None:
                 lines.append(encode_piece(piece))
                 size += len(lines[-1])

@@ -13,11 +13,13 @@ from lbproxy.config.text import ConfigError
 from lbproxy.config.tree import Settings
 from lbproxy.control.discovery.overlay import Addition, Changes, Overlay, UnknownEntryError
 from lbproxy.control.telemetry.memory import Memory
+from lbproxy.core.saved.lines import read_lines
 from lbproxy.data_plane import Parts
 from lbproxy.net.listening.inherit import Inherited
 from lbproxy.net.listening.notify import Notifier
 from lbproxy.processes.control import (
     Adopt,
+    Counted,
     Draining,
     Ready,
     Reload,
@@ -40,6 +42,9 @@ UIDS: int = 1 << 32
 WELCOME_WITHIN_S = app.SUCCESSOR_WAITS_S
 """A balancer process after another decides once an endpoint is up, or after this long. Until then workers do; or, in a
 restart, the old lbproxy, as workers accept connections once this process decides."""
+
+COUNT_EVERY_S = 0.5
+"""What was used of limits in so long is not counted if the balancer process dies."""
 
 
 async def run_balancer(supervisor: Supervisor, start: Start) -> None:
@@ -88,6 +93,8 @@ class Balancing:
         self._running: list[asyncio.Task[None]] = []
         self._proxy = app.Proxy(settings, _Told(supervisor), self._make_plane, first_uid)
         self._proxy.overlay = overlay
+        if start.counted:
+            self._proxy.keeper.counted = read_lines(start.counted.splitlines())
 
     async def run(self) -> None:
         """Until it is told to stop."""
@@ -105,7 +112,8 @@ class Balancing:
 
     def _on_ready(self, at: app.Listening) -> None:
         tasks = self._proxy.tasks
-        self._running = [tasks.create_task(work) for work in (self._welcome(), self._end_with_the_workers())]
+        works = self._welcome(), self._end_with_the_workers(), self._count()
+        self._running = [tasks.create_task(work) for work in works]
         self._supervisor.send(Ready(self._proxy.status(), at.admin_url))
 
     async def _welcome(self) -> None:
@@ -130,6 +138,16 @@ class Balancing:
                 task.cancel()
             self._orders.hurry.set()
             self._orders.stop.set()
+
+    async def _count(self) -> None:
+        """Have the supervisor know what was used of limits, for the next balancer process."""
+        said = b""
+        while True:
+            await asyncio.sleep(COUNT_EVERY_S)
+            counted = self._proxy.keeper.count()
+            if counted or said:
+                self._supervisor.send(Counted(counted))
+            said = counted
 
     async def _end_with_the_workers(self) -> None:
         """Without a supervisor: end once no worker is left."""

@@ -70,6 +70,8 @@ class Start(Message, tag=1):
     """Of listening sockets, by the setting that they are for."""
     unused_descriptors: list[int]
     """Of listening sockets that are not for this role: to be closed."""
+    counted: bytes = b""
+    """Of a balancer process: the last `Counted` of the one before it; empty = none."""
 
 
 class Stop(Message, tag=2):
@@ -142,8 +144,15 @@ class Stopped(Message, tag=13):
     cut: int
 
 
+class Counted(Message, tag=14):
+    """To the supervisor, from the balancer process: what was used of limits, for the next balancer process."""
+
+    lines: bytes
+    """As in a state file: see core.saved.pieces."""
+
+
 ToChild: TypeAlias = Start | Stop | Reload | Draining | Save
-ToSupervisor: TypeAlias = Adopt | Ready | Unfit | Beat | Reloading | Reloaded | Stopping | Stopped
+ToSupervisor: TypeAlias = Adopt | Ready | Unfit | Beat | Reloading | Reloaded | Stopping | Stopped | Counted
 
 LAST_WORDS_S: Final = 1.0
 """How long the end of an ended child's link is waited for. It is there at once, after all that the child sent."""

@@ -44,6 +44,7 @@ from lbproxy.processes.control import (
     WORKER,
     Adopt,
     Child,
+    Counted,
     Draining,
     Ready,
     Reload,
@@ -139,6 +140,8 @@ class Supervisor:
     def __init__(self, settings: Settings, text: Text, notifier: Notifier) -> None:
         self._settings = settings
         self._text = text
+        self._counted = b""
+        """What the balancer process counted of limits."""
         self._notifier = notifier
         self._loop = asyncio.get_running_loop()
         self._sockets: dict[str, Sequence[socket.socket]] = {}
@@ -285,7 +288,8 @@ class Supervisor:
         path = os.path.join(self._folder, "balancer.sock")
         workers, generation = len(self._workers), post.generation
         succeeds, text, url = self._succeeds, self._text, self._at.url
-        return Start(post.role, post.index, workers, generation, succeeds, text, path, url, {}, [])
+        counted = self._counted if post.role == BALANCER else b""
+        return Start(post.role, post.index, workers, generation, succeeds, text, path, url, {}, [], counted)
 
     def _sockets_of(self, post: _Post) -> Mapping[str, Sequence[socket.socket]]:
         key = LISTENERS[post.role]
@@ -322,6 +326,8 @@ class Supervisor:
             self._notifier.reloading()
         elif isinstance(message, Adopt):
             self._text, self._status = message.settings, message.status
+        elif isinstance(message, Counted):
+            self._counted = message.lines
         elif isinstance(message, Reloaded):
             self._notifier.ready(message.status)
 

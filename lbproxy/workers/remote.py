@@ -468,6 +468,8 @@ class RemoteRuntime(RequestRuntime):
         assert self._link is not None
         self.known.block_bytes = message.block_bytes
         self._welcomed = True
+        if self._reports.known_from:  # there was one before
+            logger.info("a new balancer process places this worker's requests", extra={"event": "workers"})
         self._reports.known_from = self._last_number + 1
         for one in self._open.values():
             ticket = one.ticket

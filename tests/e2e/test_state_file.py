@@ -89,7 +89,7 @@ def test_a_budget_is_spent_once(workers: int, end: signal.Signals, tmp_path: Pat
                 wait_for_write(admin, tmp_path)
                 process.kill()
         with lbproxy(tmp_path, [endpoint], more) as (process, listen, admin):
-            process.wait_for("restored what 1 endpoints used of their limits")
+            process.wait_for("restored what 1 endpoints and 0 flows used of their limits")
             process.wait_for("serves m")
             assert value(admin, share) == pytest.approx(used)
             assert post(listen, 1200) == 429

@@ -141,7 +141,7 @@ def test_who_joins_is_told_what_another_knows(tmp_path: Path) -> None:
                 b = Member(server.url, "b")
                 saved = await b.replication.join()
                 assert saved is not None
-                restoring = b.balancer.restore(saved, age_s=0.0, now=b.runtime.now())
+                restoring = b.balancer.restarts.restore(saved, age_s=0.0, now=b.runtime.now())
                 assert restoring is not None
                 while restoring.step():
                     pass

@@ -15,6 +15,7 @@ from typing import Any, cast
 import httpx
 import pytest
 
+from lbproxy.processes.balancing import COUNT_EVERY_S
 from tests.support.aio import run, until
 from tests.support.load import load
 from tests.support.process import Process, children_of, exists, lbproxy, mock
@@ -32,6 +33,9 @@ SPEED = 0.4
 """Of the servers: a token each 20 ms, nearly."""
 SHORT, LONG = 300, 20_000
 """Tokens: a stream of 6 s, and one that lasts longer than its test."""
+FEW = 1
+"""Requests a minute: longer than a balancer process takes to come back."""
+PLACES = "a new balancer process places this worker's requests"
 
 
 class Cluster:
@@ -217,6 +221,30 @@ def test_a_budget_survives_the_balancer_process(servers: list[str], tmp_path: Pa
         assert it.metric(share) == pytest.approx(used)
 
     with cluster(tmp_path, listed, f"state: {{file: {tmp_path / 'state'}, interval: 1s}}") as it:
+        run(body(it), timeout_s=100.0)
+
+
+def test_limits_of_flows_survive_the_balancer_process(servers: list[str], tmp_path: Path) -> None:
+    """Without a state file: the supervisor knows what was used."""
+
+    async def status(it: Cluster, client: httpx.AsyncClient, flow: str) -> int:
+        body = {"model": "sim", "prompt": "a", "max_tokens": 1}
+        return (await client.post(f"{it.url}/v1/completions", json=body, headers={"x-lbproxy-flow": flow})).status_code
+
+    async def body(it: Cluster) -> None:
+        async with httpx.AsyncClient(timeout=20.0) as client:
+            for _ in range(FEW):
+                assert await status(it, client, "ada") == 200
+            assert await status(it, client, "ada") == 429
+            await asyncio.sleep(2 * COUNT_EVERY_S)
+            pid = it.balancer()
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda: it.process.read().count(PLACES) == WORKERS, "another one decides", within_s=30.0)
+            assert it.balancer() != pid
+            assert [await status(it, client, flow) for flow in ("ada", "bob")] == [429, 200]
+
+    limits = f"flows: {{default: {{requests_per_minute: {FEW}}}}}"
+    with cluster(tmp_path, servers, limits) as it:
         run(body(it), timeout_s=100.0)
 
 

@@ -57,6 +57,8 @@ class Keeper:
         self._complaint = ""
         """The last warning, which is not repeated."""
         self._pauses = PAUSES
+        self.counted: Saved | None = None
+        """What was used of limits, as known by the process before this one: newer than what is in the file."""
 
     # The start
 
@@ -65,10 +67,14 @@ class Keeper:
         learned now, only what this one used of limits is taken from the file: each replica counts its own requests.
         """
         found = await self._read()
+        if (counted := self.counted) is not None:
+            if found is None:
+                found = counted, max(0.0, time.time() - counted.saved_at)
+            found[0].take_limits(counted)
         if told is not None:
             if found is not None:
                 await self._adopt(found[0].limits_alone(), found[1])
-            told.used = {}
+            told.take_limits(None)
             found = told, 0.0
         if found is not None:
             await self._adopt(*found)
@@ -96,22 +102,22 @@ class Keeper:
         try:
             return saved, saved.age_s(wall_now)
         except SavedError as error:
-            if not (saved.used and saved.is_from_future(wall_now)):
+            if not (saved.has_limits and saved.is_from_future(wall_now)):
                 raise
             self._warn(f"is used for limits alone, as if it had been written just now: {_why(error)}")
             return saved.limits_alone(), 0.0
 
     async def _adopt(self, saved: Saved, age_s: float) -> None:
-        limited, extra = len(saved.used), {"event": "state", "age_s": round(age_s, 3)}
-        self._restoring = restoring = self._balancer.restore(saved, age_s=age_s, now=self._now())
+        limited, extra = (len(saved.used), len(saved.flows)), {"event": "state", "age_s": round(age_s, 3)}
+        self._restoring = restoring = self._balancer.restarts.restore(saved, age_s=age_s, now=self._now())
         await self._restore_prefixes(pauses=0.0)
         if restoring is not None:
             text = "state: restored %d endpoints and %d prompts, saved %.1f s ago"
             logger.info(text, restoring.endpoints, restoring.prompts, age_s, extra=extra)
-        if limited:
-            text = "state: restored what %d endpoints used of their limits, saved %.1f s ago"
-            logger.info(text, limited, age_s, extra=extra)
-        if restoring is not None or limited:
+        if any(limited):
+            text = "state: restored what %d endpoints and %d flows used of their limits, saved %.1f s ago"
+            logger.info(text, *limited, age_s, extra=extra)
+        if restoring is not None or any(limited):
             self._stats.age_at_start_s = age_s
 
     async def _restore_prefixes(self, *, pauses: float) -> None:
@@ -127,6 +133,11 @@ class Keeper:
             self._restoring = None
 
     # Between
+
+    def count(self) -> bytes:
+        """What was used of limits, as in a file, for `counted` of another keeper. Empty: nothing was."""
+        pieces = self._balancer.restarts.save_limits(saved_at=time.time(), now=self._now())
+        return b"".join(encode(piece) for piece in pieces if piece is not None)
 
     async def follow(self) -> None:
         """Until cancelled: a loop for `supervise`."""
@@ -187,7 +198,7 @@ class Keeper:
         lines: list[bytes] = []
         size, began_at = 0, time.monotonic()
         prefixes = self._settings.prefixes
-        for piece in self._balancer.save(saved_at=time.time(), prefixes=prefixes, now=self._now()):
+        for piece in self._balancer.restarts.save(saved_at=time.time(), prefixes=prefixes, now=self._now()):
             if not size and not lines:
                 await asyncio.to_thread(file.begin)
                 began_at = time.monotonic()

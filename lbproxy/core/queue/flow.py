@@ -8,6 +8,7 @@ from math import ceil
 from typing import Final, NamedTuple
 
 from lbproxy.config.sections.flows import FlowSettings
+from lbproxy.core.capacity.allowance import Use
 from lbproxy.core.capacity.bucket import Bucket, resized
 
 ANONYMOUS: Final = "anonymous"
@@ -90,6 +91,12 @@ class Flow:
         """What is used of its requests and of its tokens per minute; 0 = all is left, or there is no such limit."""
         requests, tokens = self.requests, self.tokens
         return 0.0 if requests is None else requests.used(now), 0.0 if tokens is None else tokens.used(now)
+
+    def resume(self, use: Use, now: float) -> None:
+        """Count what was used before a restart."""
+        for bucket, used in ((self.requests, use.requests), (self.tokens, use.tokens)):
+            if bucket is not None:
+                bucket.resume(used, max(0.0, now - use.at))
 
     def used_elsewhere(self, requests: float, tokens: float, now: float) -> None:
         """Another replica knows of this use. What is known here is part of it, or the other way round."""

@@ -25,6 +25,7 @@ from math import exp2
 from typing import Final
 
 from lbproxy.config.sections.flows import FlowSettings, FlowsSettings
+from lbproxy.core.capacity.allowance import Use
 from lbproxy.core.capacity.bucket import MINUTE_S
 from lbproxy.core.queue.flow import (
     ANONYMOUS,
@@ -105,6 +106,17 @@ class Flows:
             flow.reconfigure(self._rule(name), now)
             self._single_flow = len(self._flows) == 1
         return flow
+
+    def uses(self, now: float) -> dict[str, Use]:
+        """What flows used of their limits per minute, by name; of those that used some."""
+        uses = ((one.name, one.used(now)) for one in self._flows.values() if one.limited)
+        return {name: Use(now, *used, None) for name, used in uses if any(used)}
+
+    def resume(self, name: str, use: Use, now: float) -> None:
+        """Count what a flow used before, of the limits that it has now."""
+        rule = self._rule(name)
+        if rule.requests_per_minute is not None or rule.tokens_per_minute is not None:
+            self.of(name, now).resume(use, now)
 
     def limited(self) -> list[Flow]:
         """Those that have a limit."""

@@ -3,8 +3,8 @@
 
 A piece is a mapping of plain values (text, numbers, lists, mappings). In order: one `head`; if something is learned,
 one `pool` and an `endpoint` for each endpoint, with prefixes `nodes` and `ends`; `used` for each endpoint with limits
-per time, `sleep` for each server that may sleep; and one `end`, without which the data is not complete. Times are wall
-times, in seconds since 1970.
+per time, `flow` for each flow that used some of its limits per minute, `sleep` for each server that may sleep; and one
+`end`, without which the data is not complete. Times are wall times, in seconds since 1970.
 
 Prefixes are a tree, as in `core.caches.prefix_index`: a node is a piece of a prompt, with the number of the node before
 it (-1: it is the beginning) and its keys; nodes are numbered in the order of the pieces. `ends` has the prompts in one
@@ -26,10 +26,10 @@ from lbproxy.core.knowledge.pool_model import PoolModel
 
 Piece: TypeAlias = Mapping[str, object]
 FORMAT: Final = "lbproxy state"
-VERSION: Final = 2
+VERSION: Final = 3
 """To be increased with each change of names or meanings. An older lbproxy does not use the data of a newer one."""
-READABLE: Final = frozenset({1, 2})
-"""Version 1 has neither `used` nor `sleep`, and always a pool."""
+READABLE: Final = frozenset({1, 2, 3})
+"""Version 1 has neither `used` nor `sleep`, and always a pool; version 2 has no `flow`."""
 MAX_NAMES: Final = 1024
 """Adapters of one endpoint, in each of its lists."""
 MAX_NAME_CHARS: Final = 1024
@@ -72,7 +72,7 @@ class Learned(NamedTuple):
 def pieces(
     learned: Learned | None, others: Iterable[Piece], *, saved_at: float, prefixes: bool, now: float
 ) -> Iterator[Piece | None]:
-    """Export what was learned (None: nothing is), and `others`: see `used_piece` and `sleep_piece`. `saved_at`: the
+    """Export what was learned (None: nothing is), and `others`: see the functions below. `saved_at`: the
     wall time. The result None = nothing for this step, each of which is bounded.
     """
     block_bytes = None if learned is None else learned.pool.index.block_bytes
@@ -101,6 +101,12 @@ def used_piece(key: str, use: Use, ahead_s: float) -> Piece:
         "day_at": None if day is None else day.at + ahead_s,
         "day": [] if day is None else [_amount(amount) for amount in day.amounts],
     }
+
+
+def flow_piece(name: str, use: Use, ahead_s: float) -> Piece:
+    """What a flow used of its limits per minute. `ahead_s`: as above."""
+    amounts = {"requests": _amount(use.requests), "tokens": _amount(use.tokens)}
+    return {"kind": "flow", "name": name, "at": use.at + ahead_s, **amounts}
 
 
 def _amount(amount: float) -> float:
@@ -137,7 +143,7 @@ def _named(names: Sequence[str]) -> list[str]:
 
 
 def is_name(name: object) -> bool:
-    """Whether this may be the name of an adapter."""
+    """Whether this may be the name of an adapter or a flow."""
     return isinstance(name, str) and 0 < len(name) <= MAX_NAME_CHARS and name.isprintable()
 
 

@@ -39,6 +39,8 @@ Limits: TypeAlias = Mapping[str, tuple[float, float]]
 Value = TypeVar("Value")
 
 MAX_ENDPOINTS: Final = 4096
+MAX_FLOWS: Final = 4096
+"""Of which it is said what they used."""
 MAX_URL_CHARS: Final = 2048
 MAX_DEPTH: Final = 1 << 16
 """Blocks of one prompt."""
@@ -133,12 +135,23 @@ class Saved:
     """By node: keys from the beginning of the prompt to its end."""
     used: dict[str, Use] = field(default_factory=dict)
     """What was used of limits per time, by `Endpoint.key`. Times are wall times, and may be any."""
+    flows: dict[str, Use] = field(default_factory=dict)
+    """What was used of limits per minute, by the name of the flow."""
     sleep: dict[str, Durations] = field(default_factory=dict)
     """By URL of the server."""
 
     def limits_alone(self) -> Saved:
         """What was used of limits, and nothing else."""
-        return Saved(self.saved_at, 0, used=self.used)
+        return Saved(self.saved_at, 0, used=self.used, flows=self.flows)
+
+    def take_limits(self, other: Saved | None) -> None:
+        """What was used of limits is as in `other`. None: nothing was."""
+        self.used, self.flows = ({}, {}) if other is None else (other.used, other.flows)
+
+    @property
+    def has_limits(self) -> bool:
+        """Whether it says what any endpoint or flow used of its limits."""
+        return bool(self.used or self.flows)
 
     def is_from_future(self, wall_now: float) -> bool:
         """Whether the clock was set back since, or is wrong."""
@@ -185,6 +198,8 @@ class Reader:
             self._add_ends(saved, piece)
         elif kind == "used":
             _put(saved.used, _url(piece.get("key")), _use(piece))
+        elif kind == "flow":
+            _put(saved.flows, _flow(piece.get("name")), _use_of_flow(piece), MAX_FLOWS)
         elif kind == "sleep":
             _put(saved.sleep, _url(piece.get("url")), _durations(piece))
         else:
@@ -276,8 +291,14 @@ def _url(found: object) -> str:
     return found
 
 
-def _put(known: dict[str, Value], key: str, value: Value) -> None:
-    _require(key not in known and len(known) < MAX_ENDPOINTS, "it has too many endpoints")
+def _flow(found: object) -> str:
+    """The name of a flow."""
+    _require(is_name(found), "a flow has no name")
+    return str(found)
+
+
+def _put(known: dict[str, Value], key: str, value: Value, most: int = MAX_ENDPOINTS) -> None:
+    _require(key not in known and len(known) < most, "it has too many endpoints or flows")
     known[key] = value
 
 
@@ -287,6 +308,12 @@ def _use(piece: Mapping[str, object]) -> Use:
     tokens = _number(piece.get("tokens"), "used.tokens", AMOUNT)
     amounts = _numbers(piece.get("day"), "used.day", AMOUNT, SLOTS)
     return Use(at, requests, tokens, None if day_at is None else Spent(_number(day_at, "used.day_at", COUNT), amounts))
+
+
+def _use_of_flow(piece: Mapping[str, object]) -> Use:
+    requests = _number(piece.get("requests"), "flow.requests", AMOUNT)
+    tokens = _number(piece.get("tokens"), "flow.tokens", AMOUNT)
+    return Use(_number(piece.get("at"), "flow.at", COUNT), requests, tokens, None)
 
 
 def _durations(piece: Mapping[str, object]) -> Durations:

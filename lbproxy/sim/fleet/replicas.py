@@ -142,7 +142,8 @@ class Exchange:
 
 def hand_over(old: Balancer, new: Balancer, now: float) -> None:
     """Give a new balancer what another one has learned, as a replica that joins does."""
-    lines = [encode_piece(piece) for piece in old.save(saved_at=0.0, prefixes=True, now=now) if piece is not None]
-    restoring = new.restore(read_lines(lines), age_s=0.0, now=now) if lines else None
+    pieces = old.restarts.save(saved_at=0.0, prefixes=True, now=now)
+    lines = [encode_piece(piece) for piece in pieces if piece is not None]
+    restoring = new.restarts.restore(read_lines(lines), age_s=0.0, now=now) if lines else None
     while restoring is not None and restoring.step():
         pass

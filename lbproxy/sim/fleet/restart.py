@@ -85,7 +85,7 @@ class RestartedFleet(Fleet):
 
     def _save(self, _: None) -> None:
         balancer = self._fronts[0].balancer
-        steps = balancer.save(saved_at=self.now, prefixes=self._restart.prefixes, now=self.now)
+        steps = balancer.restarts.save(saved_at=self.now, prefixes=self._restart.prefixes, now=self.now)
         self._lines = [encode(piece) for piece in steps if piece is not None]
 
     def _begin_anew(self, _: None) -> None:
@@ -115,7 +115,8 @@ class RestartedFleet(Fleet):
         self._asking.start([front], self._servers, random.Random(f"{self._seed}:clocks:1"))
         self._heap.at(self.now + CHECK_S, self._check, front)
         if self._lines:
-            restoring = front.balancer.restore(read_lines(self._lines), age_s=self._restart.age_s, now=self.now)
+            saved = read_lines(self._lines)
+            restoring = front.balancer.restarts.restore(saved, age_s=self._restart.age_s, now=self.now)
             while restoring is not None and restoring.step():
                 pass
         return front

@@ -123,7 +123,7 @@ def test_what_was_used_of_limits_is_written_whatever_the_policy(
     run(kept.keeper.restore())
     assert used(kept.balancer, now=0.0)["tokens_per_day"] == pytest.approx(0.5)
     assert kept.stats.age_at_start_s is not None
-    assert "restored what 1 endpoints used of their limits" in caplog.text
+    assert "restored what 1 endpoints and 0 flows used of their limits" in caplog.text
 
 
 def test_what_another_replica_tells_is_not_this_ones_use(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def truncated(file: Path) -> None:
 
 def newer(file: Path) -> None:
     wrote(file)
-    file.write_bytes(file.read_bytes().replace(b'"version":2', b'"version":3'))
+    file.write_bytes(file.read_bytes().replace(b'"version":3', b'"version":4'))
 
 
 def old(file: Path) -> None:
@@ -190,7 +190,7 @@ UNUSABLE: dict[str, tuple[Callable[[Path], object], str]] = {
     "not UTF-8": (lambda file: file.write_bytes(b'{"kind":"\xff\xfe"}\n'), "damaged"),
     "one long line": (lambda file: file.write_bytes(b"[" * (3 << 20)), "too long"),
     "truncated": (truncated, "end is missing|damaged"),
-    "newer": (newer, "has version 3"),
+    "newer": (newer, "has version 4"),
     "old": (old, "hours old"),
     "huge": (huge, "bytes, and at most"),
     "a folder": (Path.mkdir, "no file"),

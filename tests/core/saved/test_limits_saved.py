@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What endpoints used of their limits per time survives a restart, whatever their tier and the policy."""
+"""What endpoints and flows used of their limits per time survives a restart, whatever the tiers and the policy."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ from typing import Any
 
 import pytest
 
+from lbproxy.config.sections.flows import MAX_NAMED, FlowSettings, FlowsSettings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.capacity.allowance import Bounds
 from lbproxy.core.capacity.bucket import DAY_S
 from lbproxy.core.endpoints.endpoint import EndpointSpec
+from lbproxy.core.queue.flows import MAX_FLOWS as TABLE
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.core.restarts import MAX_ABSENT
 from lbproxy.core.saved.lines import encode, read_lines
-from lbproxy.core.saved.pieces import VERSION
-from lbproxy.core.saved.reading import Saved
-from tests.support.pool import MODEL, make_balancer, spec
+from lbproxy.core.saved.pieces import READABLE, VERSION
+from lbproxy.core.saved.reading import MAX_FLOWS, Saved
+from tests.support.pool import MODEL, make_balancer, pool_of, spec
 
 WALL = 1.7e9
 """What the wall clock said when it was saved."""
 BOUNDS = Bounds(requests_per_minute=60, tokens_per_minute=100_000, tokens_per_day=1_000_000)
 POLICIES = ["adaptive", "least-request", "round-robin"]
-VERSION_1 = Path(__file__).parents[2] / "fixtures/state/version-1.jsonl"
+RECORDED = Path(__file__).parents[2] / "fixtures/state"
+"""Files of the versions before, written by the last lbproxy of each."""
 
 
 def provider(n: int = 1, bounds: Bounds | None = BOUNDS, **more: object) -> EndpointSpec:
@@ -47,7 +50,7 @@ def use(balancer: Balancer, tokens: int, *, now: float) -> None:
 
 
 def lines_of(balancer: Balancer, *, now: float, wall: float = WALL) -> list[bytes]:
-    return [encode(one) for one in balancer.save(saved_at=wall, prefixes=True, now=now) if one is not None]
+    return [encode(one) for one in balancer.restarts.save(saved_at=wall, prefixes=True, now=now) if one is not None]
 
 
 def saved_by(balancer: Balancer, *, now: float, wall: float = WALL) -> Saved:
@@ -67,15 +70,15 @@ def test_what_was_used_is_used_after_a_restart(policy: str, tier: int) -> None:
     old = balancer_of(provider(**facts), policy=policy, now=9e5)
     use(old, 40_000, now=9e5)
     new = balancer_of(provider(**facts), policy=policy, now=77.0)
-    new.restore(saved_by(old, now=9e5 + 6.0), age_s=24.0, now=77.0)
+    new.restarts.restore(saved_by(old, now=9e5 + 6.0), age_s=24.0, now=77.0)
     assert used(new, now=77.0) == pytest.approx(
         {"requests_per_minute": 0.0, "tokens_per_minute": 0.0, "tokens_per_day": 0.04}, abs=1e-6
     )
     young = balancer_of(provider(**facts), policy=policy, now=77.0)
-    young.restore(saved_by(old, now=9e5 + 6.0), age_s=6.0, now=77.0)
+    young.restarts.restore(saved_by(old, now=9e5 + 6.0), age_s=6.0, now=77.0)
     assert used(young, now=77.0)["tokens_per_minute"] == pytest.approx(0.4 - 12.0 / 60.0)
     full = balancer_of(provider(bounds=Bounds(tokens_per_day=40_100), **facts), policy=policy, now=77.0)
-    full.restore(saved_by(old, now=9e5 + 6.0), age_s=24.0, now=77.0)
+    full.restarts.restore(saved_by(old, now=9e5 + 6.0), age_s=24.0, now=77.0)
     refused = full.submit(InferenceRequest("r", MODEL, True, 400, 400), now=77.0)
     assert refused.outcome is Outcome.SATURATED
     assert refused.retry_after_s == pytest.approx(DAY_S, abs=700.0)
@@ -90,7 +93,7 @@ def test_ten_restarts_in_a_day_change_nothing() -> None:
         saved = saved_by(balancer, now=now, wall=wall)
         wall, now = wall + 60.0, 1000.0 * number
         balancer = balancer_of(provider(), now=now)
-        balancer.restore(saved, age_s=60.0, now=now)
+        balancer.restarts.restore(saved, age_s=60.0, now=now)
         assert used(balancer, now=now)["tokens_per_day"] == pytest.approx(0.5), number
     left = DAY_S - (wall - WALL)
     assert used(balancer, now=now + left - 1.0)["tokens_per_day"] == pytest.approx(0.5)
@@ -103,9 +106,9 @@ def test_an_endpoint_that_is_found_later_is_not_forgotten_meanwhile(policy: str)
     old = balancer_of(provider())
     use(old, 250_000, now=0.0)
     between = balancer_of(spec(9), policy=policy)
-    between.restore(saved_by(old, now=1.0), age_s=10.0, now=0.0)
+    between.restarts.restore(saved_by(old, now=1.0), age_s=10.0, now=0.0)
     new = balancer_of(policy=policy)
-    new.restore(saved_by(between, now=3600.0, wall=WALL + 3610.0), age_s=10.0, now=0.0)
+    new.restarts.restore(saved_by(between, now=3600.0, wall=WALL + 3610.0), age_s=10.0, now=0.0)
     new.set_endpoints([provider()], now=7200.0)
     assert used(new, now=7200.0)["tokens_per_day"] == pytest.approx(0.25)
     new.set_endpoints([], now=7200.0)
@@ -132,7 +135,7 @@ def test_endpoints_are_told_apart_by_url_and_model() -> None:
     old = balancer_of(provider(model="large"))
     use(old, 100_000, now=0.0)
     new = balancer_of(provider(model="small"), provider(model="large", name="other"), policy="adaptive")
-    new.restore(saved_by(old, now=1.0), age_s=0.0, now=0.0)
+    new.restarts.restore(saved_by(old, now=1.0), age_s=0.0, now=0.0)
     assert [used(new, now=0.0, number=n)["tokens_per_day"] for n in (0, 1)] == [0.0, 0.1]
 
 
@@ -145,22 +148,22 @@ def test_what_one_policy_saved_another_one_reads() -> None:
     old = balancer_of(provider())
     use(old, 100_000, now=0.0)
     new = balancer_of(provider(), policy="adaptive")
-    assert new.restore(saved_by(old, now=1.0), age_s=0.0, now=0.0) is None
+    assert new.restarts.restore(saved_by(old, now=1.0), age_s=0.0, now=0.0) is None
     assert used(new, now=0.0)["tokens_per_day"] == 0.1
     back = balancer_of(provider())
-    assert back.restore(saved_by(new, now=1.0), age_s=0.0, now=0.0) is None
+    assert back.restarts.restore(saved_by(new, now=1.0), age_s=0.0, now=0.0) is None
     assert used(back, now=0.0)["tokens_per_day"] == pytest.approx(0.1)
 
 
-def test_a_file_of_the_version_before_is_read() -> None:
-    """Recorded with the last lbproxy that wrote it."""
-    saved = read_lines(VERSION_1.read_bytes().splitlines(keepends=True))
-    assert (saved.saved_at, len(saved.endpoints), len(saved.keys), saved.used, saved.sleep) == (1e9, 2, 40, {}, {})
+@pytest.mark.parametrize("version", sorted(READABLE - {VERSION}))
+def test_a_file_of_an_earlier_version_is_read(version: int) -> None:
+    saved = read_lines((RECORDED / f"version-{version}.jsonl").read_bytes().splitlines(keepends=True))
+    assert (saved.saved_at, len(saved.endpoints), len(saved.keys), saved.flows) == (1e9, 2, 40, {})
+    assert bool(saved.used) == bool(saved.sleep) == (version >= 2)
     new = balancer_of(spec(1), spec(2), policy="adaptive")
-    restoring = new.restore(saved, age_s=1.0, now=0.0)
+    restoring = new.restarts.restore(saved, age_s=1.0, now=0.0)
     assert restoring is not None
     assert restoring.endpoints == 2
-    assert VERSION == 2, "and this one has a recording too"
 
 
 def test_a_clock_that_was_set_back_keeps_a_budget() -> None:
@@ -171,7 +174,7 @@ def test_a_clock_that_was_set_back_keeps_a_budget() -> None:
         key: one._replace(at=9e14, day=one.day and one.day._replace(at=9e14)) for key, one in saved.used.items()
     }
     new = balancer_of(provider())
-    new.restore(saved, age_s=0.0, now=5.0)
+    new.restarts.restore(saved, age_s=0.0, now=5.0)
     assert used(new, now=5.0)["tokens_per_day"] == 0.1
     assert used(new, now=5.0 + DAY_S + 1200.0)["tokens_per_day"] == 0.0
 
@@ -183,7 +186,86 @@ def test_what_is_not_there_is_bounded() -> None:
     (one,) = saved.used.values()
     saved.used = {f"http://x{n}": one for n in range(MAX_ABSENT + 50)}
     new = balancer_of(provider())
-    new.restore(saved, age_s=0.0, now=0.0)
+    new.restarts.restore(saved, age_s=0.0, now=0.0)
     found = saved_by(new, now=1.0).used
     assert len(found) == MAX_ABSENT + 1
     assert "http://x0" not in found
+
+
+# Flows
+
+FLOWS = FlowsSettings(
+    named={
+        "ada": FlowSettings(requests_per_minute=10),
+        "bob": FlowSettings(tokens_per_minute=1000),
+        "free": FlowSettings(in_flight=1),
+    }
+)
+
+
+def of_flows(settings: FlowsSettings = FLOWS, policy: str = "least-request") -> Balancer:
+    return pool_of(1, policy=policy, flows=settings)[0]
+
+
+def asked(balancer: Balancer, flow: str, tokens: int, *, now: float) -> Outcome | None:
+    """Why it was refused; None: it was served."""
+    ticket = balancer.submit(InferenceRequest("r", MODEL, True, 400, 400, flow=flow), now=now)
+    if ticket.outcome is not None:
+        return ticket.outcome
+    assert ticket.placed_on is not None
+    balancer.first_byte(ticket, now=now)
+    balancer.close(ticket, Outcome.COMPLETED, now=now, usage=Usage(tokens, 0, 0))
+    return None
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_flow_goes_on_with_what_it_used(policy: str) -> None:
+    old = of_flows(policy=policy)
+    for flow, times, tokens in (("ada", 10, 1), ("bob", 1, 1500), ("free", 1, 1), ("eve", 1, 1)):
+        for _ in range(times):
+            assert asked(old, flow, tokens, now=0.0) is None
+    saved = saved_by(old, now=1.0)
+    assert set(saved.flows) == {"ada", "bob"}, "the others have no limit per minute"
+    new = of_flows(policy=policy)
+    new.restarts.restore(saved, age_s=2.0, now=50.0)
+    assert asked(new, "ada", 1, now=50.0) is Outcome.RATE_LIMITED
+    assert asked(new, "ada", 1, now=54.0) is None, "one in six seconds, of which two have passed"
+    assert asked(new, "bob", 1, now=75.0) is Outcome.RATE_LIMITED
+    assert asked(new, "bob", 1, now=80.0) is None, "500 tokens too many, and 17 a second"
+    assert asked(new, "free", 1, now=50.0) is None
+
+
+def test_what_flows_used_is_of_the_limits_that_there_are_now() -> None:
+    old = of_flows()
+    for _ in range(10):
+        asked(old, "ada", 1, now=0.0)
+    smaller = of_flows(FlowsSettings(named={"ada": FlowSettings(requests_per_minute=4)}))
+    smaller.restarts.restore(saved_by(old, now=0.0), age_s=0.0, now=0.0)
+    assert asked(smaller, "ada", 1, now=60.0) is Outcome.RATE_LIMITED
+    assert asked(smaller, "ada", 1, now=105.1) is None, "6 more than 4, and one in 15 s"
+    unlimited = of_flows(FlowsSettings())
+    unlimited.restarts.restore(saved_by(old, now=0.0), age_s=0.0, now=0.0)
+    assert [one.name for one in unlimited.snapshot(now=0.0).flows] == []
+    assert asked(unlimited, "ada", 1, now=0.0) is None
+
+
+def test_limits_alone_are_exported_at_once_and_only_if_something_was_used() -> None:
+    balancer = of_flows(policy="adaptive")
+    balancer.set_endpoints([spec(1), provider(2)], now=0.0)
+    asked(balancer, "ada", 1, now=0.0)
+    pieces = [one for one in balancer.restarts.save_limits(saved_at=WALL, now=1.0) if one is not None]
+    assert [one["kind"] for one in pieces] == ["head", "used", "flow", "end"]
+    saved = read_lines(map(encode, pieces))
+    assert saved.flows["ada"].at == WALL
+    assert saved.flows["ada"].requests == pytest.approx(1.0 - 10 / 60, abs=0.001)
+    idle = of_flows()
+    asked(idle, "free", 1, now=0.0)
+    assert list(idle.restarts.save_limits(saved_at=WALL, now=1.0)) == []
+
+
+def test_all_flows_that_there_may_be_fit() -> None:
+    named = {f"{n}": FlowSettings(requests_per_minute=10) for n in range(MAX_NAMED)}
+    balancer = of_flows(FlowsSettings(named=named, default=FlowSettings(requests_per_minute=1)))
+    for number in range(MAX_NAMED + 2 * TABLE):
+        asked(balancer, f"{number}", 1, now=0.0)
+    assert len(saved_by(balancer, now=0.0).flows) == MAX_NAMED + TABLE + 1 <= MAX_FLOWS

@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 import pytest
 
+from lbproxy.config.sections.flows import FlowSettings, FlowsSettings
 from lbproxy.core.capacity.allowance import Bounds
 from lbproxy.core.saved import lines, reading
 from lbproxy.core.saved.lines import encode, read_lines
@@ -23,12 +24,13 @@ Pieces = list[dict[str, Any]]
 
 
 def written() -> list[bytes]:
-    balancer = experienced(endpoints=2)
+    limited = FlowsSettings(default=FlowSettings(requests_per_minute=100))
+    balancer = experienced(endpoints=2, flows=limited)
     load_of(balancer).adapters.placed("sql", 1.0)
     balancer.set_endpoints([replace(spec(1), bounds=Bounds(60, 60, 1000, 10**6)), spec(2)], now=210.0)
     balancer.sleepers.remember({spec(3).base_url: Durations((3.0, 4.0), (1.0,), ())})
-    ask(balancer, prompt(0), now=220.0)
-    pieces = balancer.save(saved_at=1e9, prefixes=True, now=500.0)
+    ask(balancer, prompt(0), now=499.9)
+    pieces = balancer.restarts.save(saved_at=1e9, prefixes=True, now=500.0)
     return [encode(piece) for piece in pieces if piece is not None]
 
 
@@ -117,6 +119,13 @@ BAD: dict[str, tuple[Callable[[Pieces], object], str]] = {
     "use of nothing": (put("used", "", "key"), "no URL"),
     "use of a number": (put("used", 7, "key"), "no URL"),
     "use twice": (lambda pieces: pieces.insert(-1, kind(pieces, "used")), "too many endpoints"),
+    "flow use that is text": (put("flow", "1", "requests"), "flow.requests"),
+    "flow use below 0": (put("flow", -1.0, "tokens"), "flow.tokens"),
+    "a time of flow use that is nothing": (put("flow", None, "at"), "flow.at"),
+    "a flow without a name": (put("flow", "", "name"), "no name"),
+    "a flow that is a number": (put("flow", 7, "name"), "no name"),
+    "a flow with a line break": (put("flow", "a\nb", "name"), "no name"),
+    "a flow twice": (lambda pieces: pieces.insert(-1, kind(pieces, "flow")), "too many endpoints or flows"),
     "a wake that is text": (put("sleep", ["1"], "wakes"), "sleep.wakes"),
     "a wake below 0": (put("sleep", [-1.0], "wakes"), "sleep.wakes"),
     "a wake of days": (put("sleep", [1e6], "wakes"), "sleep.wakes"),

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from lbproxy.config.sections.flows import FlowsSettings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.core.engines.load_metrics import LoadMetrics
@@ -60,9 +61,11 @@ def scrape(
     )
 
 
-def experienced(*, started_at: float | None = STARTED_AT, endpoints: int = 1) -> Balancer:
+def experienced(
+    *, started_at: float | None = STARTED_AT, endpoints: int = 1, flows: FlowsSettings | None = None
+) -> Balancer:
     """A balancer that has served slow prompts."""
-    balancer, _ = pool_of(endpoints, policy="adaptive")
+    balancer, _ = pool_of(endpoints, policy="adaptive", flows=flows)
     for number in range(endpoints):
         scrape(balancer, started_at, now=0.5, number=number)
     for number in range(40):
@@ -72,14 +75,14 @@ def experienced(*, started_at: float | None = STARTED_AT, endpoints: int = 1) ->
 
 def saved_by(balancer: Balancer, *, prefixes: bool = True, now: float = 500.0) -> Saved:
     """Through text, as through a file."""
-    pieces = balancer.save(saved_at=0.0, prefixes=prefixes, now=now)
+    pieces = balancer.restarts.save(saved_at=0.0, prefixes=prefixes, now=now)
     return read_lines([encode(piece) for piece in pieces if piece is not None])
 
 
 def restored(saved: Saved, *, age_s: float = 1.0, endpoints: int = 1, **options: object) -> tuple[Balancer, Restoring]:
     """A new balancer with the same endpoints."""
     balancer, _ = pool_of(endpoints, policy="adaptive", **options)
-    restoring = balancer.restore(saved, age_s=age_s, now=0.0)
+    restoring = balancer.restarts.restore(saved, age_s=age_s, now=0.0)
     assert restoring is not None
     while restoring.step():
         pass
@@ -150,7 +153,7 @@ def test_the_index_may_change_while_it_is_exported() -> None:
         for _ in range(50):
             change()
         lines = []
-        for piece in balancer.save(saved_at=0.0, prefixes=True, now=1.0):
+        for piece in balancer.restarts.save(saved_at=0.0, prefixes=True, now=1.0):
             lines += [] if piece is None else [encode(piece)]
             change()
         saved = read_lines(lines)
@@ -238,7 +241,7 @@ def test_a_size_that_is_reported_or_configured_is_used(how: str) -> None:
     saved = saved_by(old)
     new = make_balancer(policy="adaptive")
     new.set_endpoints([replace(spec(1), kv_cache_tokens=77_000 if how == "configured" else None)], now=0.0)
-    new.restore(saved, age_s=0.0, now=0.0)
+    new.restarts.restore(saved, age_s=0.0, now=0.0)
     assert load_of(new).kv.capacity_tokens == (77_000 if how == "configured" else 50_000)
     if how == "reported":
         scrape(new, STARTED_AT, now=0.1, blocks=4000)
@@ -254,7 +257,7 @@ def test_a_limit_that_is_reported_is_the_most_that_is_used() -> None:
     assert load_of(new).room.slots.limit == 16.0
     told, _ = pool_of(1, policy="adaptive")
     told.report_slots(next(iter(told._endpoints.members())).endpoint.uid, 16)
-    told.restore(saved_by(old), age_s=0.0, now=0.0)
+    told.restarts.restore(saved_by(old), age_s=0.0, now=0.0)
     assert load_of(told).room.slots.limit == 16.0
 
 
@@ -294,7 +297,7 @@ def test_without_prefixes_rates_alone_are_saved() -> None:
 
 def test_endpoints_that_join_later_take_theirs_then() -> None:
     new = make_balancer(policy="adaptive")
-    restoring = new.restore(saved_by(experienced(endpoints=2)), age_s=10.0, now=0.0)
+    restoring = new.restarts.restore(saved_by(experienced(endpoints=2)), age_s=10.0, now=0.0)
     assert restoring is not None
     new.set_endpoints([spec(1)], now=1.0)
     while restoring.step():
@@ -311,7 +314,7 @@ def test_endpoints_that_join_later_take_theirs_then() -> None:
 def test_what_never_joins_is_forgotten() -> None:
     new = make_balancer(policy="adaptive")
     saved = saved_by(experienced())
-    restoring = new.restore(saved, age_s=0.0, now=0.0)
+    restoring = new.restarts.restore(saved, age_s=0.0, now=0.0)
     assert restoring is not None
     assert not restoring.is_over(CONTENTS_S + 1.0)
     assert not saved.keys
@@ -320,7 +323,7 @@ def test_what_never_joins_is_forgotten() -> None:
 
 def test_an_endpoint_that_leaves_or_restarts_meanwhile_gets_no_prefixes() -> None:
     new, _ = pool_of(2, policy="adaptive")
-    restoring = new.restore(saved_by(experienced(endpoints=2)), age_s=0.0, now=0.0)
+    restoring = new.restarts.restore(saved_by(experienced(endpoints=2)), age_s=0.0, now=0.0)
     assert restoring is not None
     new.set_endpoints([spec(1)], now=0.0)
     scrape(new, STARTED_AT + 1.0, now=0.1)
@@ -338,8 +341,8 @@ def test_blocks_of_another_size_are_not_restored() -> None:
 
 def test_policies_that_learn_nothing_save_and_restore_nothing() -> None:
     balancer, _ = pool_of(1, policy="least-request")
-    assert not list(balancer.save(saved_at=0.0, prefixes=True, now=0.0))
-    assert balancer.restore(saved_by(experienced()), age_s=0.0, now=0.0) is None
+    assert not list(balancer.restarts.save(saved_at=0.0, prefixes=True, now=0.0))
+    assert balancer.restarts.restore(saved_by(experienced()), age_s=0.0, now=0.0) is None
 
 
 def test_no_step_does_much() -> None:
@@ -348,7 +351,7 @@ def test_no_step_does_much() -> None:
     cache = load_of(balancer).kv.cache
     for number in range(5000):
         cache.unpin(cache.pin((number,))[1])
-    pieces = list(balancer.save(saved_at=0.0, prefixes=True, now=0.0))
+    pieces = list(balancer.restarts.save(saved_at=0.0, prefixes=True, now=0.0))
     for piece in pieces:
         nodes = [] if piece is None else piece.get("nodes", [])
         assert isinstance(nodes, list)
@@ -356,7 +359,7 @@ def test_no_step_does_much() -> None:
     new = make_balancer(policy="adaptive")
     new.set_endpoints([spec(1)], now=0.0)
     saved = read_lines([encode(piece) for piece in pieces if piece is not None])
-    restoring = new.restore(saved, age_s=0.0, now=0.0)
+    restoring = new.restarts.restore(saved, age_s=0.0, now=0.0)
     assert restoring is not None
     assert restoring.step()
     assert restoring.prompts == ITEMS_IN_PIECE
@@ -380,7 +383,7 @@ def test_two_endpoints_are_told_apart_by_their_urls() -> None:
     new = make_balancer(policy="adaptive")
     moved = EndpointSpec(name="e1", base_url="http://10.9.9.9:8000")
     new.set_endpoints([moved, spec(2)], now=0.0)
-    restoring = new.restore(saved_by(old), age_s=0.0, now=0.0)
+    restoring = new.restarts.restore(saved_by(old), age_s=0.0, now=0.0)
     assert restoring is not None
     assert restoring.endpoints == 1
     assert load_of(new, 0).kv.started_at is None

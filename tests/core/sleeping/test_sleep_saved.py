@@ -22,7 +22,8 @@ from tests.support.pool import make_balancer, spec
 
 
 def saved_by(balancer: Balancer, now: float = 0.0) -> Saved:
-    return read_lines([encode(one) for one in balancer.save(saved_at=1e9, prefixes=True, now=now) if one is not None])
+    pieces = balancer.restarts.save(saved_at=1e9, prefixes=True, now=now)
+    return read_lines([encode(one) for one in pieces if one is not None])
 
 
 def woken(*takes: float, policy: str = "least-request") -> Fleet:
@@ -47,11 +48,11 @@ def test_the_first_wake_after_a_restart_is_predicted(policy: str) -> None:
     saved = saved_by(woken(3.0, 90.0, 20.0, policy=policy).balancer)
     assert saved.sleep == {spec(0).base_url: Durations((3.0, 90.0, 20.0), (1.0, 1.0, 1.0), ())}
     fleet = Fleet("m0", asleep=[0], policy=policy, timeout=15.0)
-    fleet.balancer.restore(saved, age_s=60.0, now=0.0)
+    fleet.balancer.restarts.restore(saved, age_s=60.0, now=0.0)
     late = fleet.ask("m0", now=1.0)
     assert (late.outcome, late.retry_after_s) == (Outcome.EXPIRED, 20.0)
     patient = Fleet("m0", asleep=[0], policy=policy, timeout=25.0)
-    patient.balancer.restore(saved, age_s=60.0, now=0.0)
+    patient.balancer.restarts.restore(saved, age_s=60.0, now=0.0)
     ticket = patient.ask("m0", now=1.0)
     assert (ticket.state, ticket.best_wait_s) == (TicketState.WAITING, 20.0)
 
@@ -90,7 +91,7 @@ def test_a_wake_of_which_nothing_is_known_and_one_that_failed() -> None:
 
 def test_times_before_a_restart_and_since_count_alike() -> None:
     fleet = woken(5.0)
-    fleet.balancer.restore(saved_by(woken(1.0, 2.0, 3.0, 4.0, 4.0).balancer), age_s=0.0, now=0.0)
+    fleet.balancer.restarts.restore(saved_by(woken(1.0, 2.0, 3.0, 4.0, 4.0).balancer), age_s=0.0, now=0.0)
     (durations,) = fleet.sleepers.durations().values()
     assert durations.wakes == (2.0, 3.0, 4.0, 4.0, 5.0)
 
@@ -98,7 +99,7 @@ def test_times_before_a_restart_and_since_count_alike() -> None:
 def test_a_server_that_is_found_later_or_comes_back_keeps_its_times() -> None:
     saved = saved_by(woken(3.0).balancer)
     balancer = make_balancer()
-    balancer.restore(saved, age_s=60.0, now=0.0)
+    balancer.restarts.restore(saved, age_s=60.0, now=0.0)
     assert saved_by(balancer).sleep == saved.sleep, "saved again, though it is not there"
     for _ in range(2):
         balancer.set_endpoints([sleeping(0)], now=1.0)
