@@ -26,10 +26,10 @@ from lbproxy.core.knowledge.pool_model import PoolModel
 
 Piece: TypeAlias = Mapping[str, object]
 FORMAT: Final = "lbproxy state"
-VERSION: Final = 3
+VERSION: Final = 2
 """To be increased with each change of names or meanings. An older lbproxy does not use the data of a newer one."""
-READABLE: Final = frozenset({1, 2, 3})
-"""Version 1 has neither `used` nor `sleep`, and always a pool; version 2 has no `flow`."""
+READABLE: Final = frozenset({1, 2})
+"""Version 1 has neither `used` nor `flow` nor `sleep`, and always a pool."""
 MAX_NAMES: Final = 1024
 """Adapters of one endpoint, in each of its lists."""
 MAX_NAME_CHARS: Final = 1024

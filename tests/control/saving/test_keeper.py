@@ -164,7 +164,7 @@ def truncated(file: Path) -> None:
 
 def newer(file: Path) -> None:
     wrote(file)
-    file.write_bytes(file.read_bytes().replace(b'"version":3', b'"version":4'))
+    file.write_bytes(file.read_bytes().replace(b'"version":2', b'"version":3'))
 
 
 def old(file: Path) -> None:
@@ -190,7 +190,7 @@ UNUSABLE: dict[str, tuple[Callable[[Path], object], str]] = {
     "not UTF-8": (lambda file: file.write_bytes(b'{"kind":"\xff\xfe"}\n'), "damaged"),
     "one long line": (lambda file: file.write_bytes(b"[" * (3 << 20)), "too long"),
     "truncated": (truncated, "end is missing|damaged"),
-    "newer": (newer, "has version 4"),
+    "newer": (newer, "has version 3"),
     "old": (old, "hours old"),
     "huge": (huge, "bytes, and at most"),
     "a folder": (Path.mkdir, "no file"),
