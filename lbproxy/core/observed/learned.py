@@ -65,6 +65,8 @@ class PoolLearned:
     prefill_ms_per_token: float
     base_ms: float
     bytes_per_token: float
+    media_scale: float
+    """What engines count for images and other media, relative to the estimate."""
     answer_tokens: float
     """Mean length of a response."""
     hit_ratio: float
@@ -123,13 +125,18 @@ def of_pool(pool: PoolModel) -> PoolLearned:
         prefill_ms_per_token=pool.token_ms,
         base_ms=pool.base_ms,
         bytes_per_token=pool.bytes_per_token,
+        media_scale=pool.media.scale,
         answer_tokens=pool.output_tokens,
         hit_ratio=pool.hit_ratio,
         adapter_load_ms=pool.load_times.again,
         transfer_fixed_ms=transfer.fixed_ms,
         transfer_ms_per_token=transfer.token_ms,
         samples=_counts(pool.samples, PoolLearned)
-        | {"transfer_fixed_ms": transfer.seen, "transfer_ms_per_token": transfer.seen},
+        | {
+            "media_scale": pool.media.samples,
+            "transfer_fixed_ms": transfer.seen,
+            "transfer_ms_per_token": transfer.seen,
+        },
     )
 
 

@@ -359,6 +359,7 @@ def test_what_was_learned_says_from_how_many_samples() -> None:
         "prefill_ms_per_token": 0,
         "base_ms": 1,
         "bytes_per_token": 1,
+        "media_scale": 0,
         "answer_tokens": 1,
         "hit_ratio": 1,
         "adapter_load_ms": 0,
@@ -488,6 +489,38 @@ def test_a_prompt_of_which_parts_were_left_out_teaches_nothing_of_bytes_per_toke
     for _ in range(300):
         load.end(load.place(large, 0.0), Usage(prompt_tokens=2_000_000), 1.0)
     assert pool.bytes_per_token == pytest.approx(2.0 if teaches else 4.0, rel=0.02)
+
+
+@pytest.mark.parametrize(("reported", "scale"), [(1.1, 1.1), (0.11, 0.11), (3.0, 3.0), (1e6, 20.0), (1e-6, 1.0)])
+def test_what_engines_count_for_media_comes_from_usage(reported: float, scale: float) -> None:
+    """Of a conversation with an image in each turn it is known within a factor of two after the third at most, also
+    from engines that count a tenth of the estimate, whatever the size. What no engine counts is not believed.
+    """
+    pool = PoolModel(KIB)
+    load = LoadModel(pool)
+    ratios = []
+    for turn in range(1, 40):
+        images, text = 1275 * turn, 100 * turn
+        request = prompt(text + images)._replace(media_tokens=images)
+        tokens = text + reported * images
+        ratios.append(pool.prompt_tokens(request) / tokens)
+        load.end(load.place(request, 0.0), Usage(prompt_tokens=max(1, int(tokens))), 1.0)
+    assert pool.media.scale == pytest.approx(scale, rel=0.05)
+    assert pool.bytes_per_token == 4.0, "nothing is learned of text from prompts with media"
+    if 0.1 < reported < 10.0:
+        assert all(0.5 < ratio < 2.0 for ratio in ratios[3:])
+
+
+def test_what_thumbnails_beside_long_texts_seem_to_have_does_not_count() -> None:
+    """The text is wrong by more tokens than they have."""
+    pool = PoolModel(KIB)
+    load = LoadModel(pool)
+    for _ in range(20):
+        large = prompt(100 + 5000)._replace(media_tokens=5000)
+        load.end(load.place(large, 0.0), Usage(prompt_tokens=100 + 5000), 1.0)
+        small = prompt(5000 + 64)._replace(media_tokens=64)
+        load.end(load.place(small, 0.0), Usage(prompt_tokens=6000 + 64), 1.0)
+    assert pool.media.scale == pytest.approx(1.0, rel=0.3)
 
 
 def test_a_scrape_tells_of_adapters() -> None:
