@@ -26,7 +26,7 @@ from tests.real.servers import MODEL, Seeing
 TURNS, SIDE = 5, 1000
 """A conversation with 20 MB of base64: of noise, a picture of 1000 x 1000 pixels has 4 MB."""
 TALKS, SHORT_TURNS, AT_ONCE = 12, 4, 4
-SIZES = ((640, 480), (320, 200), (800, 600), (128, 128))
+SIZES = ((800, 600), (1024, 768), (640, 480), (900, 700))
 RETURNS = 0.95
 KNOWN_AFTER = 3
 """Responses with images, after which is known what the engine counts for one."""

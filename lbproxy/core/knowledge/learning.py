@@ -14,9 +14,9 @@ from typing import Final
 SAVED_SAMPLES: Final = 100.0
 """What was saved before a restart counts as at most this many samples, so that new ones soon overrule it."""
 
-MEDIA_TOKENS: Final = 2000.0
-"""The weight of the assumption that engines count media as they are estimated: that of so many tokens, of two
-screenshots."""
+MEDIA_TOKENS: Final = 500.0
+"""The weight of the assumption that engines count media as they are estimated: that of so many tokens, of half a
+screenshot."""
 MIN_SCALE: Final = 0.02
 MAX_SCALE: Final = 20.0
 KEPT: Final = 0.98
