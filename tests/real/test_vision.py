@@ -13,6 +13,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -25,7 +26,7 @@ from tests.real.servers import MODEL, Seeing
 
 TURNS, SIDE = 5, 1000
 """A conversation with 20 MB of base64: of noise, a picture of 1000 x 1000 pixels has 4 MB."""
-TALKS, SHORT_TURNS, AT_ONCE = 12, 4, 4
+TALKS, SHORT_TURNS, AT_ONCE = 16, 5, 4
 SIZES = ((800, 600), (1024, 768), (640, 480), (900, 700))
 RETURNS = 0.95
 KNOWN_AFTER = 3
@@ -131,7 +132,7 @@ def test_conversations_with_images_return(two: Seeing, found: Callable[[str], No
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         list(pool.map(run, range(TALKS)))
-    returned = sum(one == talk.where[0] for talk in talks for one in talk.where[1:])
+    returned = sum(one == before for talk in talks for before, one in pairwise(talk.where))
     share = returned / (TALKS * (SHORT_TURNS - 1))
     later = [pair for talk in talks for pair in zip(talk.estimates, talk.prompts, strict=True)][-TALKS:]
     ratios = sorted(estimate / real for estimate, real in later)
