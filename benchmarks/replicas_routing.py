@@ -102,8 +102,8 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def run(task: Task, *, trace: str | None, source: Source) -> Row:
-    """Do one. Raises TrialError, StartError."""
+def run(task: Task, number: int = 0, *, trace: str | None, source: Source) -> Row:
+    """Do one; all that run side by side have the same cores. Raises TrialError, StartError."""
     (row,) = judged([row_of(trial.run(task, short=False, trace=trace), source)])
     return row
 

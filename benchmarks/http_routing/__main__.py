@@ -99,9 +99,9 @@ def chosen(args: argparse.Namespace) -> tuple[list[str], list[Router]]:
     return cells, some
 
 
-def run(args: argparse.Namespace, source: Source, task: Task) -> Row:
-    """Do one. Raises TrialError, StartError."""
-    row = row_of(trial.run(task, short=args.short, trace=args.mooncake), source)
+def run(args: argparse.Namespace, source: Source, task: Task, number: int) -> Row:
+    """Do one, of those side by side the one with this number. Raises TrialError, StartError."""
+    row = row_of(trial.run(task, short=args.short, trace=args.mooncake, swapped=number % 2 == 1), source)
     if args.keep_late:
         row["rejected"] = None
     return row

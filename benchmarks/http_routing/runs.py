@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from benchmarks.http_routing.results import Row, keep, read
@@ -29,11 +30,12 @@ def order(cells: Sequence[str], seeds: int, names: Sequence[str]) -> list[Task]:
 
 
 def measure(
-    tasks: Sequence[Task], run: Callable[[Task], Row], store: Path, *, at_a_time: int, attempts: int = ATTEMPTS
+    tasks: Sequence[Task], run: Callable[[Task, int], Row], store: Path, *, at_a_time: int, attempts: int = ATTEMPTS
 ) -> list[str]:
     """Do the runs that `store` does not have, those that are rejected again after all others, and keep them.
 
-    run: does one, and says in `rejected` whether it is to be believed. Raises TrialError, StartError.
+    run: does one, and says in `rejected` whether it is to be believed; its second argument is the number of the run
+    among those side by side. Raises TrialError, StartError.
 
     Returns what failed, with the reason.
     """
@@ -48,7 +50,7 @@ def measure(
             print(said, file=sys.stderr, flush=True)
             left -= len(batch)
             with ThreadPoolExecutor(at_a_time) as pool:
-                found = list(pool.map(lambda task: _tried(run, task), batch))
+                found = list(pool.map(partial(_tried, run), batch, range(at_a_time)))
             for task, row in zip(batch, found, strict=True):
                 if isinstance(row, str):
                     print(f"  {task.router}: {row}", file=sys.stderr, flush=True)
@@ -73,10 +75,10 @@ def batches(tasks: Sequence[Task], at_a_time: int) -> Iterator[list[Task]]:
         yield batch
 
 
-def _tried(run: Callable[[Task], Row], task: Task) -> Row | str:
+def _tried(run: Callable[[Task, int], Row], task: Task, number: int) -> Row | str:
     """A run, or why there is none."""
     try:
-        return run(task)
+        return run(task, number)
     except (TrialError, StartError) as error:
         return str(error)
 

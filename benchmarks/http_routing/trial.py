@@ -6,7 +6,7 @@ each server has answered one, so that nobody is measured while it still looks fo
 
 A run is believed if neither servers nor client were late: the 99th percentile of lateness within `MAX_LAG_S` for each.
 The router's own time is not limited (that is what is measured), but how long its threads waited for a core is written
-down. Runs may go on side by side (`runs.py`): then routers share one core, and servers and clients the other.
+down. Runs may go on side by side (`runs.py`), every second one with the cores swapped.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from benchmarks.http_routing.cells import CELLS, MODEL, Cell
 from benchmarks.http_routing.client import Answer, Counters, Request, counters
 from benchmarks.http_routing.routers import routers
 from benchmarks.overhead.load import BENCH, ROOT
-from benchmarks.overhead.process import LOAD_CORE, Proxy, StartError, Usage, busy_s
+from benchmarks.overhead.process import LOAD_CORE, PROXY_CORE, Proxy, StartError, Usage, busy_s
 from lbproxy.sim.workloads.prompts import Piece
 from lbproxy.sim.workloads.workload import Job
 
@@ -90,29 +90,33 @@ def lateness(answer: Answer) -> str | None:
     return ", ".join(found) or None
 
 
-def run(task: Task, *, short: bool, trace: str | None) -> Trial:
-    """Do it once. Raises TrialError, StartError."""
+def run(task: Task, *, short: bool, trace: str | None, swapped: bool = False) -> Trial:
+    """Do it once. `swapped`: the router has the core of the servers and the client, and they have its. Raises
+    TrialError, StartError.
+    """
     BENCH.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=BENCH) as name, servers(CELLS[task.cell].servers, task.seed) as running:
+    core, load_core = (LOAD_CORE, PROXY_CORE) if swapped else (PROXY_CORE, LOAD_CORE)
+    fleet = servers(CELLS[task.cell].servers, task.seed, load_core)
+    with tempfile.TemporaryDirectory(dir=BENCH) as name, fleet as running:
         ports, process = running
         (router,) = [one for one in routers(ports) if one.name == task.router]
-        with router.subject.start(0, Path(name) / "router") as proxy:
+        with router.subject.start(0, Path(name) / "router", core) as proxy:
             get_ready(proxy, ports)
             _speaks(CELLS[task.cell], proxy.port, ports[0])
             several.wait_until_joined(several.admins(proxy.output()))
             request = Request(
                 cell=task.cell, seed=task.seed, short=short, trace=trace, port=proxy.port, servers=list(ports)
             )
-            return _replay(task, request, proxy, process)
+            return _replay(task, request, proxy, process, load_core)
 
 
-def _replay(task: Task, request: Request, proxy: Proxy, servers: subprocess.Popen[str]) -> Trial:
+def _replay(task: Task, request: Request, proxy: Proxy, servers: subprocess.Popen[str], core: str) -> Trial:
     used, others = proxy.usage(), Usage([servers.pid])
     begin, busy = time.monotonic(), busy_s()
     waited, cpu, servers_cpu = waited_s(used.pids), used.cpu_s(), others.cpu_s()
     admins = several.admins(proxy.output())
     ended = several.ended(admins)
-    answer = ask_client(f"{PACKAGE}.{'client' if CELLS[task.cell].api is None else 'sessions'}", request)
+    answer = ask_client(f"{PACKAGE}.{'client' if CELLS[task.cell].api is None else 'sessions'}", request, core)
     if proxy.process.poll() is not None:
         raise TrialError(f"the router ended: {proxy.last_words()}")
     router_cpu, servers_cpu = used.cpu_s() - cpu, others.cpu_s() - servers_cpu
@@ -130,9 +134,9 @@ def _replay(task: Task, request: Request, proxy: Proxy, servers: subprocess.Pope
     )
 
 
-def ask_client(module: str, request: Request) -> Answer:
+def ask_client(module: str, request: Request, core: str = LOAD_CORE) -> Answer:
     """Run a client's process to its end. Raises TrialError."""
-    with subprocess.Popen(_python(module), stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as process:
+    with subprocess.Popen(_python(core, module), stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as process:
         try:
             out, _ = process.communicate(orjson.dumps(request), timeout=CLIENT_S)
         except subprocess.TimeoutExpired:
@@ -158,14 +162,14 @@ def waited_s(pids: Sequence[int]) -> float:
 # Processes
 
 
-def _python(module: str, *arguments: str) -> list[str]:
-    return ["taskset", "-c", LOAD_CORE, sys.executable, "-m", module, *arguments]
+def _python(core: str, module: str, *arguments: str) -> list[str]:
+    return ["taskset", "-c", core, sys.executable, "-m", module, *arguments]
 
 
 @contextmanager
-def servers(count: int, seed: int) -> Iterator[tuple[list[int], subprocess.Popen[str]]]:
+def servers(count: int, seed: int, core: str = LOAD_CORE) -> Iterator[tuple[list[int], subprocess.Popen[str]]]:
     """Simulated servers: their ports and their process. Raises TrialError."""
-    command = _python(f"{PACKAGE}.servers", str(count), str(seed))
+    command = _python(core, f"{PACKAGE}.servers", str(count), str(seed))
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         try:
             assert process.stdout is not None

@@ -92,12 +92,14 @@ class Usage:
 class Proxy:
     """One running proxy. Ended with the `with` block."""
 
-    def __init__(self, command: Sequence[str], port: int, folder: Path, *, cwd: Path | None = None) -> None:
+    def __init__(
+        self, command: Sequence[str], port: int, folder: Path, *, cwd: Path | None = None, core: str = PROXY_CORE
+    ) -> None:
         self.port = port
         self.log = folder / "output.log"
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(
-                ["taskset", "-c", PROXY_CORE, *command],
+                ["taskset", "-c", core, *command],
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 cwd=cwd,

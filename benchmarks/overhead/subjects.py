@@ -23,7 +23,7 @@ from pathlib import Path
 from string import Template
 
 from benchmarks.overhead.load import BENCH
-from benchmarks.overhead.process import Proxy, free_port
+from benchmarks.overhead.process import PROXY_CORE, Proxy, free_port
 
 VENV = BENCH / "venv"
 
@@ -79,7 +79,7 @@ class Subject:
         """How many words of the command are the program: three for `python -m lbproxy`."""
         return 3 if self.command[1:2] == ("-m",) else 1
 
-    def start(self, server_port: int, folder: Path) -> Proxy:
+    def start(self, server_port: int, folder: Path, core: str = PROXY_CORE) -> Proxy:
         """Start it; `Proxy.warm_up` says whether it got ready. Only if nothing is missing."""
         folder.mkdir()
         port = free_port()
@@ -87,7 +87,7 @@ class Subject:
         for name, text in self.files.items():
             (folder / name).write_text(Template(text).substitute(values))
         words = [Template(word).substitute(values) for word in self.command[1:]]
-        return Proxy([self.program() or "", *words], port, folder, cwd=self.cwd)
+        return Proxy([self.program() or "", *words], port, folder, cwd=self.cwd, core=core)
 
 
 NGINX = """\

@@ -35,7 +35,7 @@ def test_a_batch_is_of_one_cell_and_seed() -> None:
 def test_runs_of_a_batch_go_on_side_by_side(tmp_path: Path) -> None:
     both = Barrier(2)
 
-    def run(task: Task) -> Row:
+    def run(task: Task, number: int) -> Row:
         both.wait(10)
         return row(task.router, task.seed, 0.1)
 
@@ -47,7 +47,7 @@ def test_runs_of_a_batch_go_on_side_by_side(tmp_path: Path) -> None:
 def test_late_and_failed_runs_are_done_again_after_the_others(error: type[Exception], tmp_path: Path) -> None:
     done: list[str] = []
 
-    def run(task: Task) -> Row:
+    def run(task: Task, number: int) -> Row:
         done.append(task.router)
         if done == ["a"]:
             raise error("no")
@@ -64,12 +64,12 @@ def test_what_there_is_stays_and_what_never_came_is_told(tmp_path: Path) -> None
     keep(store, row("a", 1, 0.1))
     keep(store, {**row("b", 1, 0.1), "rejected": "late"})
 
-    def run(task: Task) -> Row:
+    def run(task: Task, number: int) -> Row:
         done.append(task)
         raise StartError("no port")
 
     assert measure([A, B], run, store, at_a_time=2) == ["b, b2b, seed 1: no port"]
     assert done == [B] * ATTEMPTS
-    assert measure([B], lambda _: {**row("b", 1, 0.1), "rejected": "slow"}, store, at_a_time=1, attempts=1) == [
+    assert measure([B], lambda *_: {**row("b", 1, 0.1), "rejected": "slow"}, store, at_a_time=1, attempts=1) == [
         "b, b2b, seed 1: rejected, slow"
     ]
