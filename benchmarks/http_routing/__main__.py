@@ -52,6 +52,8 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--routers", nargs="+", metavar="WORD", help="only those with one of these in their names")
     parser.add_argument("--seeds", type=int, metavar="N")
     parser.add_argument("--at-a-time", type=int, default=1, metavar="N", help="runs side by side, of a cell and seed")
+    late = f"the 99th percentile that a run may have; by default {1000 * MAX_LAG_S:.0f}"
+    parser.add_argument("--max-late", type=float, default=1000 * MAX_LAG_S, metavar="MS", help=late)
     parser.add_argument("--mooncake", metavar="FILE", help="Mooncake's conversation_trace.jsonl; else a stand-in")
     parser.add_argument("--resume", action="store_true", help="keep what earlier runs of this form have measured")
     parser.add_argument("--render", action="store_true", help="measure nothing: the page, of what there is")
@@ -101,7 +103,8 @@ def chosen(args: argparse.Namespace) -> tuple[list[str], list[Router]]:
 
 def run(args: argparse.Namespace, source: Source, task: Task, number: int) -> Row:
     """Do one, of those side by side the one with this number. Raises TrialError, StartError."""
-    row = row_of(trial.run(task, short=args.short, trace=args.mooncake, swapped=number % 2 == 1), source)
+    done = trial.run(task, short=args.short, trace=args.mooncake, swapped=number % 2 == 1)
+    row = row_of(done, source, args.max_late / 1000)
     if args.keep_late:
         row["rejected"] = None
     return row
@@ -115,8 +118,8 @@ def report(cells: Sequence[CellRuns], args: argparse.Namespace, there: Sequence[
     about = [
         f"`{command}`, {datetime.now(UTC):%Y-%m-%d}, {machine()}, lbproxy {__version__}{asked}.",
         "Times are what a client sees; hits are of the servers' counters; intervals are 95 %, paired over seeds.",
-        f"Runs whose servers or client were more than {1000 * MAX_LAG_S:.0f} ms late (99th percentile) are left out.",
-        *([f"{args.at_a_time} routers are measured side by side."] if args.at_a_time > 1 else []),
+        f"Runs whose servers or client were more than {args.max_late:g} ms late (99th percentile) are left out.",
+        *([f"Up to {args.at_a_time} routers are measured at a time, on two cores."] if args.at_a_time > 1 else []),
         "",
         *(f"- {router.name} {_version(router)}: {router.subject.note}" for router in there),
     ]

@@ -16,7 +16,7 @@ import orjson
 
 from benchmarks.http_routing.cells import CELLS, MAX_MODEL_LEN, PRESET, arrivals
 from benchmarks.http_routing.client import Answer, Call, Counters
-from benchmarks.http_routing.trial import Trial, late
+from benchmarks.http_routing.trial import MAX_LAG_S, Trial, lateness
 from lbproxy.config.scenario import Scenario
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.figures.report import Summary, by_phase, summarise
@@ -76,8 +76,8 @@ class Source:
         return arrivals(CELLS[cell], seed, self.rows, short=self.short)
 
 
-def row_of(trial: Trial, source: Source) -> Row:
-    """The figures of a run."""
+def row_of(trial: Trial, source: Source, max_lag_s: float = MAX_LAG_S) -> Row:
+    """The figures of a run. It is rejected if its servers or its client were later than this."""
     answer = trial["answer"]
     phases = source.phases(trial["cell"], trial["seed"]) if CELLS[trial["cell"]].api is None else closed_loop(answer)
     done = served(phases, answer["phases"])
@@ -94,7 +94,7 @@ def row_of(trial: Trial, source: Source) -> Row:
         seed=trial["seed"],
         router=trial["router"],
         short=source.short,
-        rejected=late(trial),
+        rejected=lateness(answer, max_lag_s),
         digest=answer["digest"],
         summary=asdict(replace(figures, hit_ratio=share(begin, end))),
         phases={name: asdict(one) for name, one in by_phase(done, servers).items()},

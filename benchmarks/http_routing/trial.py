@@ -78,15 +78,10 @@ class TrialError(Exception):
     """A run that gave no figures; the text says why."""
 
 
-def late(trial: Trial) -> str | None:
-    """Why a run is not believed; None: it is."""
-    return lateness(trial["answer"])
-
-
-def lateness(answer: Answer) -> str | None:
-    """Who was too late in a replay; None: nobody."""
+def lateness(answer: Answer, most_s: float = MAX_LAG_S) -> str | None:
+    """Who was later than this in a replay; None: nobody."""
     sides = (("servers", answer["server_lag_s"]), ("client", answer["client_lag_s"]))
-    found = [f"{who} {lag_s * 1000:.1f} ms late" for who, lag_s in sides if lag_s > MAX_LAG_S]
+    found = [f"{who} {lag_s * 1000:.1f} ms late" for who, lag_s in sides if lag_s > most_s]
     return ", ".join(found) or None
 
 

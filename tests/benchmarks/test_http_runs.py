@@ -70,6 +70,5 @@ def test_what_there_is_stays_and_what_never_came_is_told(tmp_path: Path) -> None
 
     assert measure([A, B], run, store, at_a_time=2) == ["b, b2b, seed 1: no port"]
     assert done == [B] * ATTEMPTS
-    assert measure([B], lambda *_: {**row("b", 1, 0.1), "rejected": "slow"}, store, at_a_time=1, attempts=1) == [
-        "b, b2b, seed 1: rejected, slow"
-    ]
+    slow: Row = {**row("b", 1, 0.1), "rejected": "slow"}
+    assert measure([B], lambda *_: slow, store, at_a_time=1, attempts=1) == ["b, b2b, seed 1: rejected, slow"]
