@@ -26,7 +26,7 @@ COMPILED = {
     "lbproxy/core/requests": "large_json media openai outcome outline prompt_keys prompts request retry sse",
     "lbproxy/core/engines": "handover load_metrics",
     "lbproxy/core/caches": "adapters cache_loss cache_size prefix_index sessions",
-    "lbproxy/core/capacity": "allowance bucket lanes opaque others reservations response_times room slots space",
+    "lbproxy/core/capacity": "allowance bucket lanes opaque others regression reservations room slots space trends",
     "lbproxy/core/knowledge": (
         "gaps kv_model learning load_model placement pool_model pools prefill_work speed transfer work"
     ),

@@ -3,8 +3,8 @@
 
 A `Room` consists of what limits an engine: `slots` (requests that run at once), `space` (its KV cache, where it reports
 nothing), `lanes` (parallel prefills), the load of other clients (`others`), and the requests that are held for it
-(`reservations`). Reported values overrule predicted
-ones. `response_times` is for non-streaming responses, `opaque` for requests whose work cannot be read.
+(`reservations`). Reported values overrule predicted ones. `trends` is for engines without reports, `opaque` for
+requests whose work cannot be read.
 
 Imported by: `control`, `endpoints`, `knowledge`, `queue`, `restarts`, `saved`, `scaling`, `sim`. `knowledge.load_model`
 owns a Room for each endpoint. Never: which request gets the room.

@@ -15,7 +15,7 @@ A reported queue shows more. If repeatedly no request waits while the model says
 that computes one long prompt reports the same whether it would take another one or not, one more request is placed to
 find out, unless that was observed recently.
 
-Where no queue is reported, `core.capacity.wait_trend` takes the place of that count, requests are placed to find out
+Where no queue is reported, `core.capacity.trends` takes the place of that count, requests are placed to find out
 while much work is held (`may_explore`), and all first bytes show how much they vary
 (docs/decisions/0051-without-reports.md).
 
@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from math import inf
 from typing import Final
 
-from lbproxy.core.capacity.wait_trend import MIDDLE, MIN_WAIT_S, WaitTrend
+from lbproxy.core.capacity.trends import MIDDLE, MIN_WAIT_S, WaitTrend
 
 LATE_S: Final = 0.25
 """A first byte is not late if it arrives at most this much after its prediction."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from lbproxy.core.capacity.regression import Regression
+
 MODELS: Final = 64
 """Models with a time of their own; further models share one."""
 OTHERS: Final = "\0"
@@ -63,50 +65,29 @@ class OpaqueTimes:
         return (count * self._ms.get(name, 0.0) + PRIOR_COUNT * elsewhere_ms) / (count + PRIOR_COUNT)
 
 
-class _Regression:
-    """Time by size for one model's requests: a regression with limited memory."""
-
-    __slots__ = ("count", "cov", "ms", "size", "square")
-
-    def __init__(self) -> None:
-        self.count = self.size = self.ms = self.square = self.cov = 0.0
-
-
 class BodySizes:
     """How much more work a larger request is, by model."""
 
     def __init__(self) -> None:
-        self._regressions: dict[str, _Regression] = {}
+        self._lines: dict[str, Regression] = {}
+        """Milliseconds over bytes, by model."""
 
     def learn(self, model: str | None, size: int, ms: float) -> None:
         """Learn from a request with a body of `size` bytes that took `ms` for each request in flight."""
         name = model or OTHERS
-        regression = self._regressions.get(name)
-        if regression is None:
-            if len(self._regressions) >= MODELS:
+        line = self._lines.get(name)
+        if line is None:
+            if len(self._lines) >= MODELS:
                 return
-            regression = self._regressions[name] = _Regression()
-        regression.count = min(SIZE_MEMORY, regression.count + 1.0)
-        weight = 1.0 / regression.count
-        off_size, off_ms = size - regression.size, ms - regression.ms
-        regression.size += weight * off_size
-        regression.ms += weight * off_ms
-        rest = 1.0 - weight
-        regression.square = rest * (regression.square + weight * off_size * off_size)
-        regression.cov = rest * (regression.cov + weight * off_size * off_ms)
+            line = self._lines[name] = Regression(SIZE_MEMORY)
+        line.learn(size, ms)
 
     def factor(self, model: str | None, size: int) -> float:
         """The work of a request of `size` bytes relative to one of mean size. 1 until enough were seen."""
-        regression = self._regressions.get(model or OTHERS)
-        if (
-            regression is None
-            or regression.count < MIN_COUNT
-            or regression.square <= 0.0
-            or regression.cov <= 0.0
-            or regression.ms <= 0.0
-        ):
+        line = self._lines.get(model or OTHERS)
+        if line is None or line.count < MIN_COUNT or line.xx <= 0.0 or line.xy <= 0.0 or line.mean_y <= 0.0:
             return 1.0
-        slope = regression.cov / regression.square
-        if regression.size > 0.0:
-            slope = min(slope, regression.ms / regression.size)  # more would be negative for an empty body
-        return min(MAX_FACTOR, max(MIN_FACTOR, 1.0 + slope * (size - regression.size) / regression.ms))
+        slope = line.slope()
+        if line.mean_x > 0.0:
+            slope = min(slope, line.mean_y / line.mean_x)  # more would be negative for an empty body
+        return min(MAX_FACTOR, max(MIN_FACTOR, 1.0 + slope * (size - line.mean_x) / line.mean_y))

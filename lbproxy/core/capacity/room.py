@@ -26,9 +26,9 @@ from lbproxy.core.capacity.lanes import Lanes
 from lbproxy.core.capacity.opaque import OpaqueTimes
 from lbproxy.core.capacity.others import MeanOthers, Others
 from lbproxy.core.capacity.reservations import Reservations
-from lbproxy.core.capacity.response_times import ResponseTimes
 from lbproxy.core.capacity.slots import QUEUE_S, Slots
 from lbproxy.core.capacity.space import Space
+from lbproxy.core.capacity.trends import ResponseTimes
 
 HOLD_MS: Final = 250.0
 """An endpoint with more prefill work than this gets no more. A lower limit starves the engines; a higher one decides

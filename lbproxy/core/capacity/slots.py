@@ -8,7 +8,7 @@ memory may allow less. Otherwise it shows in three ways, and each sets the limit
   fresh reports they alone count, whatever the first bytes show.
 - Without reports: first bytes that are much later than the prefills before them explain (`first_byte_late`, twice in a
   row).
-- Without reports and streams: responses that take longer than their length explains (`core.capacity.response_times`).
+- Without reports and streams: responses that take longer than their length explains (`core.capacity.trends`).
 
 The limit is infinite before the first of these. It grows while it is reached and nothing waits: by one for each first
 byte in time, or by steps that double with each report in a row. This is the additive increase of a congestion window

@@ -5,6 +5,7 @@
 `waiting_queue` keeps waiting requests, and `dispatcher` wakes them; `flow` and `flows` share capacity between clients;
 `queue_overload` measures the pace; `stored_responses` knows which endpoint stores which response.
 
-Imported by: `balancer`, `control`, `extras`, `observed`, `placing`, `proxy`, `replicas`, `request_runtime`, `runtime`,
-`sim`, `sim_cli`, `sleeping`, `workers`. Never: the properties of endpoints (`policies` and `endpoints` have them).
+Imported by: `balancer`, `control`, `extras`, `observed`, `placing`, `proxy`, `replicas`, `request_runtime`, `restarts`,
+`runtime`, `sim`, `sim_cli`, `sleeping`, `workers`. Never: the properties of endpoints (`policies` and `endpoints` have
+them).
 """

@@ -5,6 +5,6 @@
 mappings; `reading` is the one place that validates such data, `restoring` gives what was learned to a new pool with its
 age, and `lines` turns pieces into lines of text and back. `core.restarts` is the owner of the rest.
 
-Imported by: `balancer`, `control`, `endpoints`, `extras`, `restarts`, `sim`, `sleeping`. Never: files, connections, or
+Imported by: `control`, `endpoints`, `extras`, `processes`, `restarts`, `sim`, `sleeping`. Never: files, connections, or
 the clock.
 """

@@ -50,7 +50,7 @@ def test_the_models_told_apart_are_bounded() -> None:
     sizes = BodySizes()
     for n in range(2 * MODELS):
         sizes.learn(f"m{n}", 100, 1.0)
-    assert len(sizes._regressions) == MODELS
+    assert len(sizes._lines) == MODELS
 
 
 def test_a_large_one_ahead_counts_for_many_small_ones() -> None:

@@ -12,9 +12,9 @@ from lbproxy.core.capacity.lanes import LATE_S, MIN_EVIDENCE, MIN_REPORTS, SERIA
 from lbproxy.core.capacity.opaque import FIRST_MS, PRIOR_COUNT, OpaqueTimes
 from lbproxy.core.capacity.others import MeanOthers, Others
 from lbproxy.core.capacity.reservations import Reservations
-from lbproxy.core.capacity.response_times import MIN_RESPONSES, ResponseTimes
 from lbproxy.core.capacity.room import EXPLORE_MS, HOLD_MS, Room
 from lbproxy.core.capacity.slots import FULL_CACHE, INITIAL_LIMIT, SPACE_S, Slots
+from lbproxy.core.capacity.trends import MIN_RESPONSES, ResponseTimes
 
 # --- Requests that run at once ----------------------------------------------------------------------------------------
 

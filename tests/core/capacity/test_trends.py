@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from lbproxy.core.capacity.wait_trend import MIN_WAIT_S, MIN_WAITS, WINDOW, WaitTrend
+from lbproxy.core.capacity.trends import MIN_WAIT_S, MIN_WAITS, WINDOW, WaitTrend
 
 
 def learned(
