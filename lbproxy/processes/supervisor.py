@@ -111,6 +111,8 @@ class _Post:
         self.ready = asyncio.Event()
         """A process was ready here."""
         self.generation = 0
+        self.counted = b""
+        """What the balancer process that was here last counted of limits."""
         self.ending = asyncio.Event()
         """The process is told to end, and is not replaced."""
         self.task: asyncio.Task[None] | None = None
@@ -140,8 +142,6 @@ class Supervisor:
     def __init__(self, settings: Settings, text: Text, notifier: Notifier) -> None:
         self._settings = settings
         self._text = text
-        self._counted = b""
-        """What the balancer process counted of limits."""
         self._notifier = notifier
         self._loop = asyncio.get_running_loop()
         self._sockets: dict[str, Sequence[socket.socket]] = {}
@@ -288,8 +288,7 @@ class Supervisor:
         path = os.path.join(self._folder, "balancer.sock")
         workers, generation = len(self._workers), post.generation
         succeeds, text, url = self._succeeds, self._text, self._at.url
-        counted = self._counted if post.role == BALANCER else b""
-        return Start(post.role, post.index, workers, generation, succeeds, text, path, url, {}, [], counted)
+        return Start(post.role, post.index, workers, generation, succeeds, text, path, url, {}, [], post.counted)
 
     def _sockets_of(self, post: _Post) -> Mapping[str, Sequence[socket.socket]]:
         key = LISTENERS[post.role]
@@ -327,7 +326,7 @@ class Supervisor:
         elif isinstance(message, Adopt):
             self._text, self._status = message.settings, message.status
         elif isinstance(message, Counted):
-            self._counted = message.lines
+            self._balancer.counted = message.lines
         elif isinstance(message, Reloaded):
             self._notifier.ready(message.status)
 
