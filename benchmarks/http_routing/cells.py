@@ -103,11 +103,11 @@ CELLS: dict[str, Cell] = {
     ),
     **{
         f"agents-{api}": Cell(
-            "coding agents: 26 sessions that share tools and system prompt, through " + how,
+            "coding agents: 40 sessions that share tools and system prompt, through " + how,
             "coding-agents",
             4,
-            {"sessions": 26, "duration_s": 240, "warm_up_s": 90},
-            {"sessions": 26, "duration_s": 120, "warm_up_s": 60},
+            {"sessions": 40, "duration_s": 240, "warm_up_s": 90},
+            {"sessions": 40, "duration_s": 120, "warm_up_s": 60},
             in_short=False,
             api=api,
         )
