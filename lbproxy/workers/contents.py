@@ -19,17 +19,17 @@ _USUAL_REST: Final[m.Fields] = tuple(InferenceRequest("", None))[_HEAD:]
 
 
 def request_fields(request: InferenceRequest) -> tuple[Any, Any]:
-    """The request, as messages have it: a `RequestHead`, and a `RequestRest` or None. Any: see `read_request`."""
+    """The request, as messages have it: a `RequestHead`, and a `RequestRest` or None. Any: or compiled code looks at
+    each field of the tuples.
+    """
     fields: m.Fields = request
     rest = fields[_HEAD:]
     return fields[:_HEAD], None if rest == _USUAL_REST else rest
 
 
-def read_request(message: Any) -> InferenceRequest:
-    """The request of a `Submit` or `Remember`. Any: or compiled code looks at each field of the tuples."""
-    rest = message.rest
-    fields: m.Fields = message.head
-    return tuple.__new__(InferenceRequest, fields + (_USUAL_REST if rest is None else rest))  # `_make` is in Python
+def read_request(head: m.Fields, rest: m.Fields | None) -> InferenceRequest:
+    """The request of a `Submit` or `Remember`."""
+    return tuple.__new__(InferenceRequest, head + (_USUAL_REST if rest is None else rest))  # `_make` is in Python
 
 
 def submit_of(  # noqa: PLR0913, PLR0917 - see RequestRuntime.submit
@@ -43,45 +43,20 @@ def submit_of(  # noqa: PLR0913, PLR0917 - see RequestRuntime.submit
 ) -> m.Submit:
     """The message about an attempt that begins."""
     head, rest = request_fields(request)
-    return m.Submit(
-        number,
-        head,
-        record.method,
-        record.path,
-        record.client,
-        record.route,
-        record.started_at,
-        rest,
-        record.key,
-        tuple(avoid),
-        suspect,
-        again,
-        owner,
-    )
+    attempt = None
+    if avoid or suspect is not None or again or owner is not None:
+        attempt = tuple(avoid), suspect, again, owner
+    about = record.method, record.path, record.client, record.route, record.started_at, record.key
+    return m.Submit(number, head, about, rest, attempt)
 
 
 def without_defaults(message: m.Submit) -> m.Submit | tuple[object, ...]:
     """The same without the fields at its end that are as in most requests, if all are: a third of its bytes, and of the
     time that it takes to read."""
-    if (
-        message.rest is not None
-        or message.key is not None
-        or message.avoid
-        or message.suspect is not None
-        or message.again
-        or message.owner is not None
-    ):
+    if message.rest is not None or message.attempt is not None:
         return message
-    return (
-        _SUBMIT,
-        message.number,
-        message.head,
-        message.method,
-        message.path,
-        message.client,
-        message.route,
-        message.started_at,
-    )
+    anything: Any = message  # or compiled code looks at each field of the tuples
+    return _SUBMIT, message.number, anything.head, anything.record
 
 
 def read_usage(fields: m.Fields | None) -> Usage | None:
@@ -185,9 +160,9 @@ def served(record: RequestRecord, answered: m.Answered | None) -> m.Served:
     """The message about a plain record. `answered`: a message about it that leaves at the same time, and needs not."""
     return m.Served(
         record.number,
-        answered is not None,
-        answered is not None and answered.began,
         (
+            answered is not None,
+            answered is not None and answered.began,
             m.OUTCOME_NUMBERS[record.outcome],
             record.endpoint,
             record.status,
@@ -203,10 +178,10 @@ def served(record: RequestRecord, answered: m.Answered | None) -> m.Served:
     )
 
 
-def fill_plain(record: RequestRecord, what: m.ServedFields) -> Outcome:
+def fill_plain(record: RequestRecord, what: m.Fields) -> Outcome:
     """Write what a worker noted into a plain record that the balancer process began. Returns its outcome."""
     (
-        number, record.endpoint, record.status, record.request_bytes, record.response_bytes, record.events, usage,
+        _, _, number, record.endpoint, record.status, record.request_bytes, record.response_bytes, record.events, usage,
         record.queue_s, record.placed_at, record.first_byte_at, record.ended_at,
     ) = what  # fmt: skip
     record.attempts, record.usage = 1, read_usage(usage)

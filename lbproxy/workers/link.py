@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import struct
 from collections.abc import Callable
 from typing import Any, Final, Generic, TypeAlias, TypeVar, cast
 
@@ -22,6 +23,7 @@ logger = logging.getLogger("lbproxy")
 
 MAX_FRAME_BYTES: Final = 64 << 20
 _SIZE: Final = 4
+_pack_size: Final = struct.Struct("<I").pack_into
 _MIN_INTEGER: Final = -(1 << 63)
 _MAX_INTEGER: Final = (1 << 64) - 1
 
@@ -96,7 +98,7 @@ class Link(Generic[Received]):
             frame = bytearray(_SIZE)
             self._encode_into([encodable(one) for one in unsent], frame, _SIZE)
         size = len(frame) - _SIZE
-        frame[:_SIZE] = size.to_bytes(_SIZE, "little")
+        _pack_size(frame, 0, size)
         transport.write(frame)
         self.sent += len(unsent)
         if max(size, transport.get_write_buffer_size()) > MAX_FRAME_BYTES:

@@ -24,11 +24,17 @@ RequestRest: TypeAlias = tuple[
     int, str | None, bool, str, float | None, int, str | None, bool, bool, bool, bool, bool, int, int, int,
 ]  # fmt: skip
 """The fields after that."""
+RecordHead: TypeAlias = tuple[str, str, str, str, float, str | None]
+"""Of a RequestRecord: method, path, client, route, started_at, key."""
+AttemptFields: TypeAlias = tuple[tuple[int, ...], int | None, bool, str | None]
+"""See RequestRuntime.submit: `avoid`, `suspect`, `again`; and the base URL of the endpoint that has the request's
+stored response, None = not known."""
 ServedFields: TypeAlias = tuple[
-    int, str | None, int, int, int, int, Fields | None, float, float | None, float | None, float,
+    bool, bool, int, str | None, int, int, int, int, Fields | None, float, float | None, float | None, float,
 ]  # fmt: skip
-"""Of a record: outcome (by its number), endpoint, status, request_bytes, response_bytes, events, usage, queue_s,
-placed_at, first_byte_at, ended_at."""
+"""Whether it stands for `Answered`, too, which was to leave at the same time, with `began` of that. Of a RequestRecord:
+outcome (by its number), endpoint, status, request_bytes, response_bytes, events, usage, queue_s, placed_at,
+first_byte_at, ended_at."""
 OUTCOMES: Final = tuple(Outcome)
 OUTCOME_NUMBERS: Final = {outcome: number for number, outcome in enumerate(OUTCOMES)}
 
@@ -49,24 +55,16 @@ class Hello(Message, tag=1):
 
 
 class Submit(Message, tag=2):
-    """An attempt begins: see RequestRuntime.submit. What comes after `started_at` is as here in most requests, and not
-    sent then (`contents.without_defaults`)."""
+    """An attempt begins: see RequestRuntime.submit. What comes after `record` is as here in most requests, and not sent
+    then (`contents.without_defaults`). It has few fields, as each one is slow to read."""
 
     number: int
     head: RequestHead
-    method: str
-    path: str
-    client: str
-    route: str
-    started_at: float
+    record: RecordHead
     rest: RequestRest | None = None
     """None: the defaults of an InferenceRequest."""
-    key: str | None = None
-    avoid: tuple[int, ...] = ()
-    suspect: int | None = None
-    again: bool = False
-    owner: str | None = None
-    """The base URL of the endpoint that has the request's stored response; None = not known."""
+    attempt: AttemptFields | None = None
+    """None: the first one."""
 
 
 class FirstByte(Message, tag=3):
@@ -236,10 +234,6 @@ class Served(Message, tag=16):
     """
 
     number: int
-    closes: bool
-    """It stands for `Answered`, too, which was to leave at the same time."""
-    began: bool
-    """See `Answered`."""
     what: ServedFields
 
 

@@ -451,7 +451,7 @@ class RemoteRuntime(RequestRuntime):
         self.known.list_models(EndpointUid(message.uid), read)
 
     def _on_remember(self, message: m.Remember) -> None:
-        request = read_request(message)
+        request = read_request(message.head, message.rest)
         self.known.stored_responses.remember(message.response_id, EndpointUid(message.uid), request, now=self.now())
 
     def _on_refreshed(self, message: m.Refreshed) -> None:

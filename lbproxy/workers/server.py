@@ -123,32 +123,43 @@ class Session:
     # Requests
 
     def _on_submit(self, message: m.Submit) -> None:
-        job = self.jobs.get(message.number)
+        number = message.number
+        job = self.jobs.get(number)
         if job is None:
-            job = self._begin(message)
-        self._submit(job, message)
+            job = self._begin(number, message)
+        self._submit(job, message, False)
 
-    def _begin(self, message: m.Submit) -> _Job:
-        head: m.Fields = cast(Any, message).head  # see `read_request`
-        record = RequestRecord(head[0], message.method, message.path, message.client, message.started_at)
-        record.route, record.key = message.route, message.key
+    def _begin(self, number: int, message: Any) -> _Job:
+        """Any: or compiled code looks at each field of the tuples."""
+        about: m.Fields = message.record
+        head: m.Fields = message.head
+        record = RequestRecord(head[0], about[0], about[1], about[2], about[4])
+        record.route, record.key = about[3], about[5]
         record.model, record.stream = head[1], head[2]
-        job = self.jobs[message.number] = _Job(message.number, record, message)
+        job = self.jobs[number] = _Job(number, record, message)
         return job
 
-    def _submit(self, job: _Job, message: m.Submit) -> None:
+    def _submit(self, job: _Job, message: Any, again: bool) -> None:
+        """Any: see `_begin`. `again`: after a look for its model."""
         runtime, job.submit = self._runtime, message
-        request = read_request(message)
-        if message.owner is not None and request.response_id is not None:
-            runtime.owns_response(message.owner, request.response_id, request)
+        request = read_request(message.head, message.rest)
+        attempt: m.Fields | None = message.attempt
+        avoid, suspect = NOBODY, None
+        if attempt is not None:
+            uids, suspect, asked_again, owner = attempt
+            again = again or asked_again
+            if uids:
+                avoid = frozenset(EndpointUid(uid) for uid in uids)
+            if owner is not None and request.response_id is not None:
+                runtime.owns_response(owner, request.response_id, request)
         job.record.flow = request.flow
         ticket = runtime.submit(
             request,
             job.record,
-            NOBODY if not message.avoid else frozenset(EndpointUid(uid) for uid in message.avoid),
+            avoid,
             lambda ticket: self._settled(job, ticket),
-            None if message.suspect is None else EndpointUid(message.suspect),
-            message.again,
+            None if suspect is None else EndpointUid(suspect),
+            again,
         )
         job.ticket = ticket
         if ticket.wait is not None:
@@ -200,9 +211,8 @@ class Session:
 
     def _after_look(self, job: _Job) -> None:
         if job.number in self.jobs:
-            job.submit.again = True
             self._server.tell()  # the models that were found
-            self._submit(job, job.submit)
+            self._submit(job, job.submit, True)
 
     def _ticket(self, number: int) -> Ticket | None:
         job = self.jobs.get(number)
@@ -272,18 +282,20 @@ class Session:
         if job is None:
             return
         runtime, record, ticket = self._runtime, job.record, job.ticket
-        outcome = fill_plain(record, message.what)
+        what: m.Fields = cast(Any, message).what  # see `_begin`
+        outcome = fill_plain(record, what)
         if ticket is not None and ticket.state is not TicketState.CLOSED:
-            if message.closes and ticket.state is TicketState.PLACED:
-                runtime.answered(ticket, outcome, record.usage, began=message.began, now=runtime.now())
+            if what[0] and ticket.state is TicketState.PLACED:
+                runtime.answered(ticket, outcome, record.usage, began=what[1], now=runtime.now())
             else:  # only after a defect
                 runtime.close(ticket, outcome)
         runtime.emit(record)
 
     def _on_running(self, message: m.Running) -> None:
         """A request that was placed by another balancer process, or by the worker alone."""
-        job = self._begin(message.submit)
-        job.ticket = self._runtime.adopt(read_request(message.submit), message.url, began=message.began)
+        submit: Any = message.submit
+        job = self._begin(submit.number, submit)
+        job.ticket = self._runtime.adopt(read_request(submit.head, submit.rest), message.url, began=message.began)
 
     def strand(self) -> None:
         """Tell the worker which of its requests are stranded."""

@@ -196,15 +196,15 @@ def test_what_msgpack_cannot_encode_costs_nothing_else() -> None:
     async def body() -> None:
         async with pair() as (worker, balancer):
             head, rest = request_fields(request)
-            message = m.Submit(2, head, "POST", "/\udcff", "c", "r", 0.0, rest)
+            message = m.Submit(2, head, ("POST", "/\udcff", "c", "r", 0.0, None), rest)
             for one in (m.FirstByte(1), message, m.FirstByte(3)):
                 worker.link.send(one)
             await until(lambda: len(balancer.arrived) == 3)
             first, odd, last = balancer.arrived
             assert (first, last) == (m.FirstByte(1), m.FirstByte(3))
             assert isinstance(odd, m.Submit)
-            read = read_request(odd)
+            read = read_request(odd.head, odd.rest)
             assert (read.model, read.max_tokens, read.block_keys) == ("\\ud800m", 2**64 - 1, (2**64 - 1,))
-            assert odd.path == "/\\udcff"
+            assert odd.record[1] == "/\\udcff"
 
     run(body())

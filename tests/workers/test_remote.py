@@ -382,7 +382,7 @@ def test_a_plain_request_ends_with_one_message_if_it_ends_in_one_turn() -> None:
             assert kinds == [m.Served, m.Answered, m.Served, m.Answered, m.Served, m.Answered, m.Ended]
             first = ends[0]
             assert isinstance(first, m.Served)
-            assert (first.number, first.closes, first.began) == (at_once.number, True, True)
+            assert (first.number, *first.what[:2]) == (at_once.number, True, True)
 
     run(body())
 
@@ -457,6 +457,7 @@ def test_a_stored_response_keeps_its_owner_over_a_new_balancer_process() -> None
             worker.runtime.submit(following, a_record(), NOBODY, worker.settled.append)
             submitted = (await worker.heard(m.Submit))[-1]
             assert isinstance(submitted, m.Submit)
-            assert submitted.owner == URLS[1], "the new one does not know"
+            assert submitted.attempt is not None
+            assert submitted.attempt[-1] == URLS[1], "the new one does not know"
 
     run(body())

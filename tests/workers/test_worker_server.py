@@ -93,7 +93,8 @@ async def balancing(count: int = 2) -> AsyncIterator[Balancing]:
 
 def submit(number: int, model: str = MODEL, *, avoid: tuple[int, ...] = (), again: bool = False) -> m.Submit:
     head, rest = request_fields(InferenceRequest(f"r{number}", model))
-    return m.Submit(number, head, "POST", "/v1/x", "127.0.0.1", "chat", 0.0, rest, "key", avoid, None, again)
+    attempt = (avoid, None, again, None) if avoid or again else None
+    return m.Submit(number, head, ("POST", "/v1/x", "127.0.0.1", "chat", 0.0, "key"), rest, attempt)
 
 
 def ended(number: int, outcome: Outcome = Outcome.COMPLETED) -> m.Ended:
@@ -207,8 +208,8 @@ def test_a_request_from_its_place_to_its_record() -> None:
 
 
 def served(number: int, *, closes: bool) -> m.Served:
-    what = COMPLETED, "e1", 200, 1, 2, 3, tuple(Usage(10, 4, 5)), 0.0, 1.0, 2.0, 3.0
-    return m.Served(number, closes, False, what)
+    usage = tuple(Usage(10, 4, 5))
+    return m.Served(number, (closes, False, COMPLETED, "e1", 200, 1, 2, 3, usage, 0.0, 1.0, 2.0, 3.0))
 
 
 @pytest.mark.parametrize("closes", [True, False])

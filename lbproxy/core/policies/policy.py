@@ -24,6 +24,7 @@ PRICED: Final = -1.0
 NEVER_SPLIT: Final = float("inf")
 
 
+@mypyc_attr(acyclic=True)
 class Prices:
     """A policy's result for one request, in lists in the order of the candidates."""
 
