@@ -9,11 +9,14 @@ from lbproxy.core.endpoints.credentials import ApiKey, Proxy, Tls
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
 from lbproxy.core.engines.handover import Handover, Role
 from lbproxy.core.observed.record import MAX_PATH_CHARS, RequestRecord
+from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.core.requests.request import InferenceRequest, Usage
+from lbproxy.core.requests.request import WHOLE, InferenceRequest, Usage
 from lbproxy.workers import messages as m
+from lbproxy.workers.link import Sent
 
 _SUBMIT: Final = m.Submit.__struct_config__.tag
+_PLACED: Final = m.Placed.__struct_config__.tag
 _HEAD: Final = len(get_args(m.RequestHead))
 _USUAL_REST: Final[m.Fields] = tuple(InferenceRequest("", None))[_HEAD:]
 
@@ -57,6 +60,19 @@ def without_defaults(message: m.Submit) -> m.Submit | tuple[object, ...]:
         return message
     anything: Any = message  # or compiled code looks at each field of the tuples
     return _SUBMIT, message.number, anything.head, anything.record
+
+
+def placed(number: int, ticket: Ticket, prompt_tokens: float, explanation: str | None) -> Sent:
+    """The message about a placement."""
+    state, placed_at, leg = ticket.placed_state, ticket.placed_at, ticket.request.leg
+    assert placed_at is not None
+    uid, waited, first, overflow = state.endpoint.uid, placed_at > ticket.submitted_at, ticket.prefill, ticket.overflow
+    rare = waited or state.asks_load or explanation is not None or overflow is not None
+    if not rare and first is None and leg == WHOLE:
+        return _PLACED, number, uid, placed_at, prompt_tokens
+    first_uid = 0 if first is None else first.placed_state.endpoint.uid
+    rest = waited, state.asks_load, explanation, leg, first_uid, None if overflow is None else overflow.value
+    return m.Placed(number, uid, placed_at, prompt_tokens, rest)
 
 
 def read_usage(fields: m.Fields | None) -> Usage | None:
@@ -164,14 +180,12 @@ def served(record: RequestRecord, answered: m.Answered | None) -> m.Served:
             answered is not None,
             answered is not None and answered.began,
             m.OUTCOME_NUMBERS[record.outcome],
-            record.endpoint,
             record.status,
             record.request_bytes,
             record.response_bytes,
             record.events,
             record.usage,
             record.queue_s,
-            record.placed_at,
             record.first_byte_at,
             record.ended_at,
         ),
@@ -181,8 +195,8 @@ def served(record: RequestRecord, answered: m.Answered | None) -> m.Served:
 def fill_plain(record: RequestRecord, what: m.Fields) -> Outcome:
     """Write what a worker noted into a plain record that the balancer process began. Returns its outcome."""
     (
-        _, _, number, record.endpoint, record.status, record.request_bytes, record.response_bytes, record.events, usage,
-        record.queue_s, record.placed_at, record.first_byte_at, record.ended_at,
+        _, _, number, record.status, record.request_bytes, record.response_bytes, record.events, usage,
+        record.queue_s, record.first_byte_at, record.ended_at,
     ) = what  # fmt: skip
     record.attempts, record.usage = 1, read_usage(usage)
     record.outcome = outcome = m.OUTCOMES[number]

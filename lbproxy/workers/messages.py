@@ -29,12 +29,15 @@ RecordHead: TypeAlias = tuple[str, str, str, str, float, str | None]
 AttemptFields: TypeAlias = tuple[tuple[int, ...], int | None, bool, str | None]
 """See RequestRuntime.submit: `avoid`, `suspect`, `again`; and the base URL of the endpoint that has the request's
 stored response, None = not known."""
+PlacedRest: TypeAlias = tuple[bool, bool, str | None, int, int, str | None]
+"""Of a placement: whether the request waited, or was placed as soon as it arrived; `asks_load` of the endpoint; an
+explanation, if the client asked for one (`core.policies.explain.compact`); the leg (see InferenceRequest); of a second
+leg, if both were placed, the endpoint of the first, else 0; `overflow` of the Ticket."""
 ServedFields: TypeAlias = tuple[
-    bool, bool, int, str | None, int, int, int, int, Fields | None, float, float | None, float | None, float,
+    bool, bool, int, int, int, int, int, Fields | None, float, float | None, float,
 ]  # fmt: skip
 """Whether it stands for `Answered`, too, which was to leave at the same time, with `began` of that. Of a RequestRecord:
-outcome (by its number), endpoint, status, request_bytes, response_bytes, events, usage, queue_s, placed_at,
-first_byte_at, ended_at."""
+outcome (by its number), status, request_bytes, response_bytes, events, usage, queue_s, first_byte_at, ended_at."""
 OUTCOMES: Final = tuple(Outcome)
 OUTCOME_NUMBERS: Final = {outcome: number for number, outcome in enumerate(OUTCOMES)}
 
@@ -252,19 +255,10 @@ class Placed(Message, tag=33):
     number: int
     uid: int
     placed_at: float
-    waited: bool
-    """False: it was placed as soon as it arrived."""
-    asks_load: bool
     prompt_tokens: float
     """Of the prompt, as predicted; 0 = not predicted."""
-    explanation: str | None
-    """If the client asked for one: see core.policies.explain.compact."""
-    leg: int
-    """See InferenceRequest."""
-    first_uid: int
-    """Of a second leg, if both were placed: the endpoint of the first; else 0."""
-    overflow: str | None = None
-    """See Ticket."""
+    rest: PlacedRest | None = None
+    """None: as in most requests, and not sent then (see `contents.placed`)."""
 
 
 class Refused(Message, tag=34):

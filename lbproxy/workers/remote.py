@@ -35,7 +35,7 @@ from lbproxy.core.queue.stored_responses import StoredResponse
 from lbproxy.core.queue.ticket import Overflow, Ticket, TicketState
 from lbproxy.core.requests.openai import ModelCard
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.core.requests.request import DECODE, PREFILL, InferenceRequest, Usage
+from lbproxy.core.requests.request import DECODE, PREFILL, WHOLE, InferenceRequest, Usage
 from lbproxy.core.requests.retry import FailureKind, Retries, UpstreamError, Verdict
 from lbproxy.pulse import Pulse
 from lbproxy.request_runtime import RequestRuntime
@@ -51,6 +51,8 @@ PROGRESS_S: Final = 0.05
 """Progress is gathered for so long: sent one by one, a write for each was 2 % of the CPU time of a stream's events."""
 REFRESH_S: Final = 10.0
 """The longest wait for an endpoint that is asked for its models."""
+_USUAL_PLACEMENT: Final[m.Fields] = (False, False, None, WHOLE, 0, None)
+"""See `messages.PlacedRest`."""
 
 
 class _Open:
@@ -384,24 +386,25 @@ class RemoteRuntime(RequestRuntime):
 
     # Messages
 
-    def _on_placed(self, message: m.Placed) -> None:
+    def _on_placed(self, message: Any) -> None:
+        """Any: or compiled code looks at each field of the tuple."""
         one = self._open.get(message.number)
         if one is None or one.ticket.state is not TicketState.WAITING:
             return  # closed meanwhile; the balancer process is told, or was
         ticket, state = one.ticket, self.known.get(EndpointUid(message.uid))
         if state is None:
             raise LookupError(f"endpoint {message.uid} was not told")
-        state.asks_load = message.asks_load
-        if not message.waited:  # the way of the messages is no wait
-            ticket.submitted_at = message.placed_at
+        placed_at, rest = message.placed_at, message.rest
+        waited, state.asks_load, one.record.explanation, leg, first_uid, overflow = rest or _USUAL_PLACEMENT
+        if not waited:  # the way of the messages is no wait
+            ticket.submitted_at = placed_at
         ticket.predicted_prompt_tokens = message.prompt_tokens
-        one.record.explanation = message.explanation
-        ticket.overflow = None if message.overflow is None else Overflow(message.overflow)
-        if message.leg == PREFILL:
+        ticket.overflow = None if overflow is None else Overflow(overflow)
+        if leg == PREFILL:
             ticket.request = ticket.request.as_leg(PREFILL)
-        elif message.first_uid:
-            self._place_first(ticket, EndpointUid(message.first_uid), message.placed_at)
-        self._place(ticket, state, message.placed_at)
+        elif first_uid:
+            self._place_first(ticket, EndpointUid(first_uid), placed_at)
+        self._place(ticket, state, placed_at)
         one.settled(ticket)
 
     def _place_first(self, ticket: Ticket, uid: EndpointUid, now: float) -> None:

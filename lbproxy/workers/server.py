@@ -26,7 +26,7 @@ from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.retry import FailureKind, UpstreamError, Verdict
 from lbproxy.runtime import Runtime
 from lbproxy.workers import messages as m
-from lbproxy.workers.contents import fill, fill_plain, member, read_request, read_usage, request_fields
+from lbproxy.workers.contents import fill, fill_plain, member, placed, read_request, read_usage, request_fields
 from lbproxy.workers.link import Link
 
 logger = logging.getLogger("lbproxy")
@@ -172,8 +172,7 @@ class Session:
         if ticket.placed_on is None:
             self._refused(job, ticket)
             return
-        state, record, explanation, prompt_tokens = ticket.placed_on, job.record, None, 0.0
-        assert ticket.placed_at is not None
+        record, explanation, prompt_tokens = job.record, None, 0.0
         record.note_placed(ticket)
         if (cached := ticket.predicted_cached_tokens) is not None:
             record.predicted_cached_tokens = cached
@@ -182,22 +181,7 @@ class Session:
         if ticket.placement is not None:
             prompt_tokens = ticket.placement.prompt_tokens
         self._server.tell()  # by this the worker judges what follows a failure
-        placed_at, waited = ticket.placed_at, ticket.placed_at > ticket.submitted_at
-        first = ticket.prefill
-        self.link.send(
-            m.Placed(
-                job.number,
-                state.endpoint.uid,
-                placed_at,
-                waited,
-                state.asks_load,
-                prompt_tokens,
-                explanation,
-                ticket.request.leg,
-                0 if first is None else first.placed_state.endpoint.uid,
-                None if ticket.overflow is None else ticket.overflow.value,
-            )
-        )
+        self.link.send(placed(job.number, ticket, prompt_tokens, explanation))
 
     def _refused(self, job: _Job, ticket: Ticket) -> None:
         assert ticket.outcome is not None

@@ -119,8 +119,8 @@ MESSAGES: list[m.Message] = [
     m.Adopted(),
     m.Welcome(None),
     m.Welcome(256),
-    m.Placed(1, (1 << 32) + 1, 1.5, True, True, 100.25, "e1: 1 ms", 2, 7),
-    m.Placed(1, 1, 1.5, False, False, 0.0, None, 0, 0),
+    m.Placed(1, (1 << 32) + 1, 1.5, 100.25, (True, True, "e1: 1 ms", 2, 7, "wait")),
+    m.Placed(1, 1, 1.5, 0.0),
     m.Refused(1, 2, 1.5, Refusal("f", "10 requests", None)),
     m.Refused(1, 2, None, None),
     m.Stranded(1),
@@ -242,7 +242,7 @@ def test_a_plain_record_arrives_complete_too() -> None:
     assert (read.number, *read.what[:2]) == (77, False, False)
     begun = RequestRecord("id-1", "POST", "/v1/é", "::1", 1.25)
     begun.route, begun.model, begun.stream, begun.key, begun.flow = "chat", "m", True, "k", "f"  # by `Submit`
-    begun.predicted_cached_tokens = 64.0
+    begun.endpoint, begun.placed_at, begun.predicted_cached_tokens = sent.endpoint, sent.placed_at, 64.0  # by its place
     assert fill_plain(begun, read.what) is Outcome.COMPLETED
     assert begun.predicted_cached_tokens == 64.0
     there = [name for name in RequestRecord.__annotations__ if name not in OF_ONE_PROCESS]

@@ -52,7 +52,7 @@ def models(*names: str | None, first_uid: int = 1) -> list[m.Message]:
 
 
 def placed(number: int, uid: int) -> m.Placed:
-    return m.Placed(number, uid, 0.0, False, False, 0.0, None, 0, 0)
+    return m.Placed(number, uid, 0.0, 0.0)
 
 
 class Worker:
@@ -127,7 +127,7 @@ def test_a_request_waits_for_the_balancer_process_and_is_placed_where_it_says() 
             (submitted,) = await worker.heard(m.Submit)
             assert isinstance(submitted, m.Submit)
             assert not worker.settled, "never in the call itself"
-            await worker.told(m.Placed(submitted.number, 2, 1.5, False, True, 7.0, None, 0, 0))
+            await worker.told(m.Placed(submitted.number, 2, 1.5, 7.0, (False, True, None, 0, 0, None)))
             assert worker.settled == [ticket]
             assert (endpoint_of(ticket), ticket.placed_at, ticket.predicted_prompt_tokens) == ("e2", 1.5, 7.0)
             assert ticket.placed_state.asks_load

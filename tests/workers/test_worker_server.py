@@ -191,7 +191,7 @@ def test_a_request_from_its_place_to_its_record() -> None:
             worker = await it.worker()
             await worker.says(submit(7))
             (placed,) = worker.heard(m.Placed)
-            assert (placed.number, placed.uid, placed.waited) == (7, it.endpoints[0].uid, False)
+            assert (placed.number, placed.uid, placed.rest) == (7, it.endpoints[0].uid, None)
             assert it.in_flight() == [1]
             (running,) = it.server.running_records()
             assert (running.id, running.endpoint, running.attempts) == ("r7", "e1", 1)
@@ -209,7 +209,7 @@ def test_a_request_from_its_place_to_its_record() -> None:
 
 def served(number: int, *, closes: bool) -> m.Served:
     usage = tuple(Usage(10, 4, 5))
-    return m.Served(number, (closes, False, COMPLETED, "e1", 200, 1, 2, 3, usage, 0.0, 1.0, 2.0, 3.0))
+    return m.Served(number, (closes, False, COMPLETED, 200, 1, 2, 3, usage, 0.0, 2.0, 3.0))
 
 
 @pytest.mark.parametrize("closes", [True, False])
@@ -361,7 +361,7 @@ def test_a_load_report_reaches_the_endpoint() -> None:
             worker = await it.worker()
             it.runtime.ask_load(it.endpoints[0].uid, True)
             await worker.says(submit(1))
-            assert worker.heard(m.Placed)[0].asks_load
+            assert worker.heard(m.Placed)[0].rest == (False, True, None, 0, 0, None)
             await worker.says(m.Load(1, LoadReport(3.0, 4.0, 0.5)), m.Load(1, None))
             assert it.runtime.reported_at(it.endpoints[0].uid) > 0.0
             await worker.says(m.Close(1, COMPLETED, None, False), ended(1))
