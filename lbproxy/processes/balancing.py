@@ -43,7 +43,7 @@ WELCOME_WITHIN_S = app.SUCCESSOR_WAITS_S
 """A balancer process after another decides once an endpoint is up, or after this long. Until then workers do; or, in a
 restart, the old lbproxy, as workers accept connections once this process decides."""
 
-COUNT_EVERY_S = 0.5
+COUNT_EVERY_S = 1.0
 """What was used of limits in so long is not counted if the balancer process dies."""
 
 
