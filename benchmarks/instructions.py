@@ -20,6 +20,7 @@ import argparse
 import asyncio
 import ctypes
 import functools
+import gc
 import importlib
 import itertools
 import json
@@ -294,6 +295,7 @@ async def count(load: str, policy: str, endpoints: int, part: str | None, more: 
         _toggled(part, library.toggle)
     process.settle()
     run(WARM)
+    gc.collect()  # else the environment's size decides whether a collection falls into what is counted
     library.start()
     if part is None:
         library.toggle()
