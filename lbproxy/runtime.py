@@ -149,10 +149,14 @@ class Runtime(RequestRuntime):
         if self._waiters:
             self._pump_soon()
 
-    def adopt(self, request: InferenceRequest, key: str, *, began: bool) -> Ticket | None:
+    def adopt(self, request: InferenceRequest, key: str, *, began: bool, told_tokens: int | None) -> Ticket | None:
         """See Balancer; None if the endpoint left. The caller must `close` the ticket."""
         uid = self._uid_of(key)
-        return None if uid is None else self._balancer.adopt(request, uid, began=began, now=self.now())
+        return (
+            None
+            if uid is None
+            else self._balancer.adopt(request, uid, began=began, told_tokens=told_tokens, now=self.now())
+        )
 
     def owns_response(self, key: str, response_id: str, request: InferenceRequest) -> None:
         """An endpoint has a stored response, unless another one is known to have it."""

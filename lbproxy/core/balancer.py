@@ -185,16 +185,21 @@ class Balancer:
             self._wait(ticket, now)
         return ticket
 
-    def adopt(self, request: InferenceRequest, uid: EndpointUid, *, began: bool, now: float) -> Ticket:
-        """Return the ticket of a request that another balancer placed at this member, where it runs.
+    def adopt(
+        self, request: InferenceRequest, uid: EndpointUid, *, began: bool, told_tokens: int | None, now: float
+    ) -> Ticket:
+        """Return the ticket of a request that was placed at this member by another balancer, or by none. It counts as
+        in flight, but teaches nothing; the engine's gauges show its work.
 
-        `began`: its response has begun. It counts as in flight, but teaches nothing; the engine's gauges show its work.
+        `began`: its response has begun. `told_tokens`: of the response, those that the other balancer counted; None:
+        it did not count the request.
         """
         state = self._endpoints.get(uid)
         assert state is not None
         ticket = Ticket(request._replace(open_ended=True), now, now, frozenset())
         ticket.flow = flow = self._flows.of(request.flow, now)
         flow.active, ticket.counts_in_flow = flow.active + 1, True
+        ticket.counted, ticket.response_tokens = told_tokens is not None, told_tokens or 0
         self._place(ticket, state, now)
         if began:
             self.first_byte(ticket, now=now)

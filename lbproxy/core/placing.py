@@ -84,7 +84,7 @@ class Placing:
             ticket.placement = ticket.load.place(ticket.request, now)
             self.advice.demand.placed(ticket.placement)
         if state.allowance is not None:
-            ticket.reserved_tokens = state.allowance.reserve(ticket.request, now)
+            ticket.reserved_tokens = state.allowance.reserve(ticket.request, now, counted=ticket.counted)
         assert ticket.flow is not None
         ticket.flow.in_flight += 1
         self._flows.placed(ticket, now)

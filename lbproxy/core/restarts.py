@@ -13,7 +13,7 @@ of an endpoint is counted in its `Allowance`, or kept here, never both.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import chain
+from itertools import chain, islice
 from typing import Final
 
 from lbproxy.core.capacity.allowance import Use
@@ -21,8 +21,8 @@ from lbproxy.core.capacity.bucket import DAY_S, MAX_RESUMED_MINUTES, MINUTE_S, S
 from lbproxy.core.endpoints.endpoint_set import EndpointSet
 from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.queue.flows import Flows
-from lbproxy.core.saved.pieces import Piece, flow_piece, pieces, sleep_piece, used_piece
-from lbproxy.core.saved.reading import Saved
+from lbproxy.core.saved.pieces import Piece, flow_piece, is_name, pieces, sleep_piece, used_piece
+from lbproxy.core.saved.reading import MAX_FLOWS, Saved
 from lbproxy.core.saved.restoring import Restoring
 from lbproxy.core.sleeping.sleepers import Sleepers
 
@@ -66,7 +66,9 @@ class Restarts:
         return pieces(learned, others, saved_at=saved_at, prefixes=prefixes, now=now)
 
     def save_limits(self, *, saved_at: float, now: float) -> Iterator[Piece | None]:
-        """Export only what was used of limits, at once. Empty if there are none, or nothing was used."""
+        """Export only what was used of limits: of each endpoint that has some, and of flows that used some of theirs.
+        Empty if there are none.
+        """
         flows = self._flows.uses(now)
         if not (self._limited or self._absent or flows):
             return iter(())
@@ -94,7 +96,9 @@ class Restarts:
         ahead_s = saved_at - now
         for key, use in self._uses(now):
             yield used_piece(key, use, ahead_s)
-        for name, use in flows.items():
+        # Other replicas name flows, too; and a reload with other names may make them many for a minute.
+        named = ((name, use) for name, use in flows.items() if is_name(name))
+        for name, use in islice(named, MAX_FLOWS):
             yield flow_piece(name, use, ahead_s)
 
     def _uses(self, now: float) -> Iterator[tuple[str, Use]]:

@@ -12,8 +12,10 @@ from lbproxy import app, process
 from lbproxy.config.text import ConfigError
 from lbproxy.config.tree import Settings
 from lbproxy.control.discovery.overlay import Addition, Changes, Overlay, UnknownEntryError
+from lbproxy.control.loops import supervise
 from lbproxy.control.telemetry.memory import Memory
 from lbproxy.core.saved.lines import read_lines
+from lbproxy.core.saved.reading import Saved, SavedError
 from lbproxy.data_plane import Parts
 from lbproxy.net.listening.inherit import Inherited
 from lbproxy.net.listening.notify import Notifier
@@ -44,7 +46,7 @@ WELCOME_WITHIN_S = app.SUCCESSOR_WAITS_S
 restart, the old lbproxy, as workers accept connections once this process decides."""
 
 COUNT_EVERY_S = 1.0
-"""What was used of limits in so long is not counted if the balancer process dies."""
+"""What was used of limits in about so long is not counted if the balancer process dies."""
 
 
 async def run_balancer(supervisor: Supervisor, start: Start) -> None:
@@ -93,8 +95,7 @@ class Balancing:
         self._running: list[asyncio.Task[None]] = []
         self._proxy = app.Proxy(settings, _Told(supervisor), self._make_plane, first_uid)
         self._proxy.overlay = overlay
-        if start.counted:
-            self._proxy.keeper.counted = read_lines(start.counted.splitlines())
+        self._proxy.keeper.counted = _counted(start.counted)
 
     async def run(self) -> None:
         """Until it is told to stop."""
@@ -112,7 +113,8 @@ class Balancing:
 
     def _on_ready(self, at: app.Listening) -> None:
         tasks = self._proxy.tasks
-        works = self._welcome(), self._end_with_the_workers(), self._count()
+        counting = supervise("the count of limits", self._count, self._proxy.rng)
+        works = self._welcome(), self._end_with_the_workers(), counting
         self._running = [tasks.create_task(work) for work in works]
         self._supervisor.send(Ready(self._proxy.status(), at.admin_url))
 
@@ -144,7 +146,7 @@ class Balancing:
         said = b""
         while True:
             await asyncio.sleep(COUNT_EVERY_S)
-            counted = self._proxy.keeper.count()
+            counted = await self._proxy.keeper.count()
             if counted or said:
                 self._supervisor.send(Counted(counted))
             said = counted
@@ -179,6 +181,15 @@ class Balancing:
         in_force = Text(text, source, as_json, removed, tuple(sorted(self._proxy.runtime.drained)))
         self._supervisor.send(Adopt(in_force, self._proxy.status()))
         self._supervisor.link.flush()  # before the client of the admin API gets its response
+
+
+def _counted(lines: bytes) -> Saved | None:
+    """What the balancer process before this one counted of limits."""
+    try:
+        return read_lines(lines.splitlines()) if lines else None
+    except SavedError as error:
+        logger.error("limits begin anew: what was used of them cannot be read: %s", error, extra={"event": "workers"})
+        return None
 
 
 def _as_before(text: Text) -> tuple[Overlay, Settings]:

@@ -177,6 +177,8 @@ class Running(Message, tag=11):
     submit: Submit
     url: str
     began: bool
+    told_tokens: int | None
+    """Of its response, those that a balancer process was told; None: none knew of the request."""
 
 
 class DoubtModels(Message, tag=12):

@@ -235,6 +235,7 @@ class RemoteRuntime(RequestRuntime):
         if self._link is None:
             return
         number, gathered = ticket.number, self._reports.progress
+        ticket.response_tokens += tokens
         if not gathered:
             self.loop.call_later(PROGRESS_S, self._send_progress)
         gathered[number] = gathered.get(number, 0) + tokens
@@ -394,6 +395,7 @@ class RemoteRuntime(RequestRuntime):
         ticket, state = one.ticket, self.known.get(EndpointUid(message.uid))
         if state is None:
             raise LookupError(f"endpoint {message.uid} was not told")
+        ticket.counted = True
         placed_at, rest = message.placed_at, message.rest
         waited, state.asks_load, one.record.explanation, leg, first_uid, overflow = rest or _USUAL_PLACEMENT
         if not waited:  # the way of the messages is no wait
@@ -480,5 +482,7 @@ class RemoteRuntime(RequestRuntime):
                 self._link.send(one.submit)
             else:
                 url = ticket.placed_on.endpoint.key
-                self._link.send(m.Running(one.submit, url, ticket.first_byte_at is not None))
+                told_tokens = ticket.response_tokens if ticket.counted else None
+                self._link.send(m.Running(one.submit, url, ticket.first_byte_at is not None, told_tokens))
+                ticket.counted = True
         self._reports.send(self._link)

@@ -279,7 +279,8 @@ class Session:
         """A request that was placed by another balancer process, or by the worker alone."""
         submit: Any = message.submit
         job = self._begin(submit.number, submit)
-        job.ticket = self._runtime.adopt(read_request(submit.head, submit.rest), message.url, began=message.began)
+        request, told_tokens = read_request(submit.head, submit.rest), message.told_tokens
+        job.ticket = self._runtime.adopt(request, message.url, began=message.began, told_tokens=told_tokens)
 
     def strand(self) -> None:
         """Tell the worker which of its requests are stranded."""

@@ -343,8 +343,8 @@ def test_a_request_that_runs_already_is_adopted_and_ends() -> None:
     async def body() -> None:
         async with balancing(2) as it:
             worker = await it.worker()
-            running = [m.Running(submit(n), it.endpoints[n - 1].base_url, n == 1) for n in (1, 2)]
-            await worker.says(*running, m.Running(submit(3), "http://gone:1", True))
+            running = [m.Running(submit(n), it.endpoints[n - 1].base_url, n == 1, None) for n in (1, 2)]
+            await worker.says(*running, m.Running(submit(3), "http://gone:1", True, None))
             assert it.in_flight() == [1, 1]
             assert [one.awaiting_first_byte for one in it.snapshots()] == [0, 1]
             assert len(list(it.server.running_records())) == 3

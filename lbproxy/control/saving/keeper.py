@@ -68,13 +68,13 @@ class Keeper:
         """
         found = await self._read()
         if (counted := self.counted) is not None:
-            if found is None:
-                found = counted, max(0.0, time.time() - counted.saved_at)
-            found[0].take_limits(counted)
+            if found is not None:
+                found[0].forget_limits()
+            await self._adopt(counted, max(0.0, time.time() - counted.saved_at))
         if told is not None:
             if found is not None:
                 await self._adopt(found[0].limits_alone(), found[1])
-            told.take_limits(None)
+            told.forget_limits()
             found = told, 0.0
         if found is not None:
             await self._adopt(*found)
@@ -134,10 +134,17 @@ class Keeper:
 
     # Between
 
-    def count(self) -> bytes:
-        """What was used of limits, as in a file, for `counted` of another keeper. Empty: nothing was."""
-        pieces = self._balancer.restarts.save_limits(saved_at=time.time(), now=self._now())
-        return b"".join(encode(piece) for piece in pieces if piece is not None)
+    async def count(self) -> bytes:
+        """What was used of limits, as in a file, for `counted` of another keeper. Empty: there are none."""
+        lines: list[bytes] = []
+        began_at = time.monotonic()
+        for piece in self._balancer.restarts.save_limits(saved_at=time.time(), now=self._now()):
+            if piece is not None:
+                lines.append(encode(piece))
+            if time.monotonic() - began_at > TURN_S:
+                await asyncio.sleep(PAUSES * TURN_S)
+                began_at = time.monotonic()
+        return b"".join(lines)
 
     async def follow(self) -> None:
         """Until cancelled: a loop for `supervise`."""

@@ -83,9 +83,13 @@ class Allowance:
             wait = max(wait, self._day.wait_s(tokens, now))
         return wait
 
-    def reserve(self, request: InferenceRequest, now: float) -> float:
-        """Count a request that is placed there. Returns the tokens that it reserves, for `settle`."""
+    def reserve(self, request: InferenceRequest, now: float, *, counted: bool = False) -> float:
+        """Count a request that is placed there, unless that was `counted` before. Returns the tokens that it reserves,
+        for `settle`.
+        """
         tokens = self.expected_tokens(request)
+        if counted:
+            return tokens
         if self._requests is not None:
             self._requests.take(1.0)
         self._take(tokens, now)

@@ -57,8 +57,9 @@ class MediaScale:
     __slots__ = ("_estimated", "_reported", "samples", "scale")
 
     def __init__(self, scale: float = 1.0) -> None:
+        """`scale`: by default it is assumed; another one was learned before a restart."""
         self.scale = scale
-        self.samples = 0
+        self.samples = int(scale != 1.0)
         self._estimated, self._reported = MEDIA_TOKENS, MEDIA_TOKENS * scale
 
     def learn(self, reported: float, estimated: float) -> None:

@@ -6,8 +6,6 @@ from __future__ import annotations
 from math import exp
 from typing import Final
 
-from mypy_extensions import mypyc_attr
-
 from lbproxy.core.caches.adapters import Arrival
 from lbproxy.core.caches.cache_size import Step
 from lbproxy.core.caches.prefix_index import EndpointCache, Node
@@ -18,7 +16,6 @@ FREED_S: Final = 15.0
 """Time constant for freed cache space."""
 
 
-@mypyc_attr(acyclic=True)
 class Placement:
     """One placed request, as its endpoint's load model counts it."""
 

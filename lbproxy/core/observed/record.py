@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from mypy_extensions import mypyc_attr
-
 from lbproxy.core.queue.ticket import Ticket, Wait
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import DECODE, WHOLE, Usage
@@ -20,7 +18,6 @@ MAX_PATH_CHARS: Final = 512
 """Of the path in a finished record."""
 
 
-@mypyc_attr(acyclic=True)
 class RequestRecord:
     """The record of one request, however it ends. Access log, metrics and traces are sinks of it.
 

@@ -16,8 +16,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, cast
 
-from mypy_extensions import mypyc_attr
-
 from lbproxy.core.caches.adapters import prices_ms
 from lbproxy.core.caches.sessions import KNOWN_SHARE, Home
 from lbproxy.core.endpoints.state import EndpointState
@@ -48,7 +46,6 @@ MAX_SPACE_WAIT_MS: Final = 60_000.0
 MIN_FREED_PER_MS: Final = 0.05
 
 
-@mypyc_attr(acyclic=True)
 class _Parts:
     """The terms of one candidate's price, in milliseconds, with a reference to the candidate before it. It is kept as
     long as the decision is. It is an object of its own because compiled it holds unboxed numbers: keeping values costs

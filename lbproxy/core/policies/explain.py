@@ -15,8 +15,6 @@ from math import inf
 from types import MappingProxyType
 from typing import Final, cast
 
-from mypy_extensions import mypyc_attr
-
 from lbproxy.core.endpoints.endpoint import Endpoint
 from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.policies.policy import Policy, partner_of
@@ -27,7 +25,6 @@ IN_FULL_PER_S: Final = 500
 """In a fleet of more than `MAX_SHOWN`."""
 
 
-@mypyc_attr(acyclic=True)
 class Decision:
     """One placement. It is made for each request, so it only stores; everything else is computed on reading."""
 

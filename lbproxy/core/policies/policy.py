@@ -24,7 +24,6 @@ PRICED: Final = -1.0
 NEVER_SPLIT: Final = float("inf")
 
 
-@mypyc_attr(acyclic=True)
 class Prices:
     """A policy's result for one request, in lists in the order of the candidates."""
 

@@ -175,8 +175,9 @@ class Flows:
         request, flow = ticket.request, ticket.flow
         assert flow is not None
         if flow.tokens is not None:
-            ticket.billed_tokens = self._prompt_tokens(request)
-            flow.tokens.take(ticket.billed_tokens)
+            ticket.billed_tokens = self._prompt_tokens(request) + ticket.response_tokens
+            if not ticket.counted:
+                flow.tokens.take(ticket.billed_tokens)
         if self._single_flow:
             return
         start = self._virtual

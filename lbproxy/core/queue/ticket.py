@@ -114,6 +114,8 @@ class Ticket:
     """Why it was placed above the lowest tier; None = it was not, or only that tier serves its model."""
     is_overdue = False
     """It has waited long enough for a higher tier."""
+    counted = False
+    """What it used of limits so far, its prompt and `response_tokens`, was counted before it was placed here."""
     reserved_tokens: float = 0.0
     """What it reserved of its endpoint's own limits."""
     decode_on: EndpointState | None = None

@@ -163,7 +163,10 @@ class Peers:
         keyed = batch.block_bytes == self._journal.block_bytes
         for event in batch.events:
             if isinstance(event, Placed):
-                self._placed(peer, event, batch.urls[event.endpoint], now, keyed=keyed)
+                ticket = self._placed(peer, event, batch.urls[event.endpoint], now, keyed=keyed)
+                if ticket is not None:
+                    ticket.counted = batch.is_reset  # what its flow uses there includes it
+                    self._flows.placed(ticket, now)
             elif isinstance(event, Stored):
                 self._note_stored(event, batch.urls[event.endpoint], now, keyed=keyed)
             elif isinstance(event, Began):
@@ -176,15 +179,16 @@ class Peers:
         for name, use in batch.flows.items():
             self._use(peer, name, use, now, joins=batch.is_reset)
 
-    def _placed(self, peer: _Peer, one: Placed, url: str, now: float, *, keyed: bool) -> None:
+    def _placed(self, peer: _Peer, one: Placed, url: str, now: float, *, keyed: bool) -> Ticket | None:
+        """Returns its ticket, if that is new."""
         known = peer.unconfirmed.pop(one.number, None)
         if known is not None:
             peer.tickets[one.number] = known
-            return
+            return None
         state = self._endpoints.by_key.get(url)
         if state is None or len(peer.tickets) >= MAX_IN_FLIGHT or one.number in peer.tickets:
             peer.unknown += 1
-            return
+            return None
         request = InferenceRequest(
             id=f"{peer.replica}/{one.number}",
             model=one.model,
@@ -210,7 +214,7 @@ class Peers:
         if self._endpoints.has_loads and not request.open_ended:
             ticket.load = state.load
             ticket.placement = ticket.load.place(request, at)
-        self._flows.placed(ticket, now)
+        return ticket
 
     def _began(self, peer: _Peer, one: Began, now: float) -> None:
         ticket = peer.tickets.get(one.number) or peer.unconfirmed.get(one.number)

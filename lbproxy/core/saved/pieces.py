@@ -95,10 +95,10 @@ def used_piece(key: str, use: Use, ahead_s: float) -> Piece:
     return {
         "kind": "used",
         "key": key,
-        "at": use.at + ahead_s,
+        "at": max(0.0, use.at + ahead_s),
         "requests": _amount(use.requests),
         "tokens": _amount(use.tokens),
-        "day_at": None if day is None else day.at + ahead_s,
+        "day_at": None if day is None else max(0.0, day.at + ahead_s),
         "day": [] if day is None else [_amount(amount) for amount in day.amounts],
     }
 
@@ -106,7 +106,7 @@ def used_piece(key: str, use: Use, ahead_s: float) -> Piece:
 def flow_piece(name: str, use: Use, ahead_s: float) -> Piece:
     """What a flow used of its limits per minute. `ahead_s`: as above."""
     amounts = {"requests": _amount(use.requests), "tokens": _amount(use.tokens)}
-    return {"kind": "flow", "name": name, "at": use.at + ahead_s, **amounts}
+    return {"kind": "flow", "name": name, "at": max(0.0, use.at + ahead_s), **amounts}
 
 
 def _amount(amount: float) -> float:

@@ -144,9 +144,9 @@ class Saved:
         """What was used of limits, and nothing else."""
         return Saved(self.saved_at, 0, used=self.used, flows=self.flows)
 
-    def take_limits(self, other: Saved | None) -> None:
-        """What was used of limits is as in `other`. None: nothing was."""
-        self.used, self.flows = ({}, {}) if other is None else (other.used, other.flows)
+    def forget_limits(self) -> None:
+        """As if nothing had been used of limits."""
+        self.used, self.flows = {}, {}
 
     @property
     def has_limits(self) -> bool:

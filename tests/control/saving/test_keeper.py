@@ -20,6 +20,7 @@ from lbproxy.control.saving import keeper as keeping
 from lbproxy.control.saving.keeper import Keeper
 from lbproxy.control.saving.state_file import LockedError, StateFile, problem, read
 from lbproxy.core.balancer import Balancer
+from lbproxy.core.saved.lines import read_lines
 from tests.core.saved.test_limits_saved import balancer_of, lines_of, provider, saved_by, use, used
 from tests.core.saved.test_saved import ask, experienced, prompt
 from tests.support.aio import run, until
@@ -137,6 +138,22 @@ def test_what_another_replica_tells_is_not_this_ones_use(tmp_path: Path) -> None
         run(kept.keeper.restore(saved_by(teller, now=1.0)))
         assert used(kept.balancer, now=0.0)["tokens_per_day"] == pytest.approx(expected)
         assert kept.stats.age_at_start_s == 0.0
+
+
+@pytest.mark.parametrize("ahead_s", [None, 0.0, 7200.0])
+def test_what_the_process_before_counted_overrules_the_file(ahead_s: float | None, tmp_path: Path) -> None:
+    """`ahead_s`: of the file's clock. None: there is no file."""
+    file = tmp_path / "state"
+    older, newer = (make_balancer(policy="adaptive") for _ in range(2))
+    for balancer, tokens in ((older, 100_000), (newer, 500_000)):
+        balancer.set_endpoints([provider()], now=0.0)
+        use(balancer, tokens, now=0.0)
+    if ahead_s is not None:
+        file.write_bytes(b"".join(lines_of(older, now=1.0, wall=time.time() + ahead_s)))
+    kept, before = Kept(file, balancer_of(provider(), policy="adaptive")), Kept(tmp_path / "none", newer)
+    kept.keeper.counted = read_lines(run(before.keeper.count()).splitlines())
+    run(kept.keeper.restore())
+    assert used(kept.balancer, now=0.0)["tokens_per_day"] == pytest.approx(0.5)
 
 
 def test_a_clock_that_was_set_back_loses_what_was_learned_and_no_budget(

@@ -19,6 +19,7 @@ from lbproxy.core.replicas.journal import EVENTS_IN_BATCH
 from lbproxy.core.replicas.peers import MAX_PEERS
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import Usage
+from lbproxy.core.saved.lines import encode, read_lines
 from tests.support.compiled import interpreted
 from tests.support.pool import MODEL, bring_up, card, show_gauges, spec
 from tests.support.prompts import chained
@@ -427,7 +428,7 @@ def test_silence_of_requests_of_others_is_not_a_hang(own: bool) -> None:
     quiet, busy = (list(b.balancer.endpoints.members())[n] for n in (0, 1))
     for n in range(2, 120):
         b.balancer.check(now=float(n))
-        (probe,) = [b.balancer.adopt(ask(), busy.endpoint.uid, began=True, now=float(n))]
+        (probe,) = [b.balancer.adopt(ask(), busy.endpoint.uid, began=True, told_tokens=None, now=float(n))]
         b.balancer.close(probe, Outcome.COMPLETED, now=float(n))
     assert (quiet.health is Health.UP) == (not own)
 
@@ -437,6 +438,21 @@ def test_silence_of_requests_of_others_is_not_a_hang(own: bool) -> None:
 
 def limit(**rule: object) -> FlowsSettings:
     return FlowsSettings.model_validate({"default": rule})
+
+
+def test_what_runs_at_a_peer_is_not_counted_twice_after_a_restart() -> None:
+    """What was used before the restart, as it was saved, includes it."""
+    a, b = pair(flows=limit(tokens_per_minute=100_000))
+    large = ask("q")._replace(prompt_bytes=40_000, body_bytes=40_000, flow="f")
+    a.balancer.submit(large, now=1.0)
+    exchange([a, b], 1.0)
+    used = b.balancer.restarts.save_limits(saved_at=1e9, now=1.0)
+    again = pair(flows=limit(tokens_per_minute=100_000))[1]
+    again.balancer.restarts.restore(read_lines([encode(one) for one in used if one]), age_s=0.0, now=1.0)
+    a.journal.reset_due = True
+    again.hears(a.tells(1.0), 1.0)
+    saved = read_lines([encode(one) for one in again.balancer.restarts.save_limits(saved_at=1e9, now=1.0) if one])
+    assert saved.flows["f"].tokens == pytest.approx(10_000)
 
 
 def refused(replica: Replica, now: float) -> bool:

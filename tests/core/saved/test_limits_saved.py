@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from lbproxy.config.sections.flows import MAX_NAMED, FlowSettings, FlowsSettings
+from lbproxy.config.sections.flows import FlowSettings, FlowsSettings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.capacity.allowance import Bounds
 from lbproxy.core.capacity.bucket import DAY_S
 from lbproxy.core.endpoints.endpoint import EndpointSpec
-from lbproxy.core.queue.flows import MAX_FLOWS as TABLE
+from lbproxy.core.queue.flow import Flow
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.core.restarts import MAX_ABSENT
@@ -249,7 +249,7 @@ def test_what_flows_used_is_of_the_limits_that_there_are_now() -> None:
     assert asked(unlimited, "ada", 1, now=0.0) is None
 
 
-def test_limits_alone_are_exported_at_once_and_only_if_something_was_used() -> None:
+def test_limits_alone_are_exported_if_there_are_any() -> None:
     balancer = of_flows(policy="adaptive")
     balancer.set_endpoints([spec(1), provider(2)], now=0.0)
     asked(balancer, "ada", 1, now=0.0)
@@ -258,14 +258,51 @@ def test_limits_alone_are_exported_at_once_and_only_if_something_was_used() -> N
     saved = read_lines(map(encode, pieces))
     assert saved.flows["ada"].at == WALL
     assert saved.flows["ada"].requests == pytest.approx(1.0 - 10 / 60, abs=0.001)
-    idle = of_flows()
-    asked(idle, "free", 1, now=0.0)
-    assert list(idle.restarts.save_limits(saved_at=WALL, now=1.0)) == []
+    unlimited = of_flows()
+    asked(unlimited, "free", 1, now=0.0)
+    assert list(unlimited.restarts.save_limits(saved_at=WALL, now=1.0)) == []
 
 
-def test_all_flows_that_there_may_be_fit() -> None:
-    named = {f"{n}": FlowSettings(requests_per_minute=10) for n in range(MAX_NAMED)}
-    balancer = of_flows(FlowsSettings(named=named, default=FlowSettings(requests_per_minute=1)))
-    for number in range(MAX_NAMED + 2 * TABLE):
-        asked(balancer, f"{number}", 1, now=0.0)
-    assert len(saved_by(balancer, now=0.0).flows) == MAX_NAMED + TABLE + 1 <= MAX_FLOWS
+def test_flows_that_are_saved_are_bounded_and_have_names_that_can_be_read() -> None:
+    """There are as many as a reload leaves behind, and other replicas may call them anything."""
+    balancer, odd = of_flows(), {"a\nb", "", "x" * 2000}
+    for name in (*odd, *(f"{n}" for n in range(MAX_FLOWS + 10))):
+        flow = balancer._flows._flows[name] = Flow(name, 0.0)
+        flow.reconfigure(FlowSettings(requests_per_minute=9), 0.0)
+        flow.admitted_elsewhere(1)
+    saved = saved_by(balancer, now=0.0)
+    assert len(saved.flows) == MAX_FLOWS
+    assert not saved.flows.keys() & odd
+
+
+@pytest.mark.parametrize("told_tokens", [None, 3000])
+def test_what_runs_at_a_death_is_counted_once(told_tokens: int | None) -> None:
+    """What was used before includes it if the balancer that died knew of it. It is settled when it ends."""
+    flows = FlowsSettings(named={"ada": FlowSettings(requests_per_minute=10, tokens_per_minute=100_000)})
+    request = InferenceRequest("r", MODEL, True, 40_000, 40_000, flow="ada")
+
+    def of_both(balancer: Balancer, now: float) -> tuple[float, float]:
+        flow = next(one for one in balancer._flows if one.name == "ada")
+        share = used(balancer, now=now)["tokens_per_day"]
+        return share * 1_000_000, flow.used(now)[1]
+
+    def start() -> Balancer:
+        balancer = make_balancer(flows=flows)
+        balancer.set_endpoints([provider()], now=0.0)
+        return balancer
+
+    old, new = start(), start()
+    if told_tokens is not None:
+        ticket = old.submit(request, now=0.0)
+        old.first_byte(ticket, now=0.0)
+        old.progress(ticket, told_tokens, now=0.0)
+        new.restarts.restore(saved_by(old, now=0.0), age_s=0.0, now=0.0)
+        before = of_both(old, 0.0)
+    (member,) = new.endpoints.members()
+    adopted = new.adopt(request, member.endpoint.uid, began=True, told_tokens=told_tokens, now=0.0)
+    if told_tokens is not None:
+        assert of_both(new, 0.0) == pytest.approx(before)
+    assert of_both(new, 0.0)[0] > 10_000
+    new.progress(adopted, 1000, now=0.0)
+    new.close(adopted, Outcome.COMPLETED, now=0.0, usage=Usage(12_000, None, 4000))
+    assert of_both(new, 0.0) == pytest.approx((16_000, 16_000))
