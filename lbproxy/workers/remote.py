@@ -51,7 +51,7 @@ PROGRESS_S: Final = 0.05
 """Progress is gathered for so long: sent one by one, a write for each was 2 % of the CPU time of a stream's events."""
 REFRESH_S: Final = 10.0
 """The longest wait for an endpoint that is asked for its models."""
-_USUAL_PLACEMENT: Final[m.Fields] = (False, False, None, WHOLE, 0, None)
+_USUAL_PLACEMENT: Final[m.Fields] = tuple([False, False, None, WHOLE, 0, None])
 """See `messages.PlacedRest`."""
 
 
