@@ -15,6 +15,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import WHOLE
 
 Fields: TypeAlias = tuple[Any, ...]
 """The fields of a NamedTuple."""
@@ -33,6 +34,7 @@ PlacedRest: TypeAlias = tuple[bool, bool, str | None, int, int, str | None]
 """Of a placement: whether the request waited, or was placed as soon as it arrived; `asks_load` of the endpoint; an
 explanation, if the client asked for one (`core.policies.explain.compact`); the leg (see InferenceRequest); of a second
 leg, if both were placed, the endpoint of the first, else 0; `overflow` of the Ticket."""
+USUAL_PLACEMENT: Final[PlacedRest] = (False, False, None, WHOLE, 0, None)
 ServedFields: TypeAlias = tuple[
     bool, bool, int, int, int, int, int, Fields | None, float, float | None, float,
 ]  # fmt: skip

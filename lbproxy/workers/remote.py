@@ -35,7 +35,7 @@ from lbproxy.core.queue.stored_responses import StoredResponse
 from lbproxy.core.queue.ticket import Overflow, Ticket, TicketState
 from lbproxy.core.requests.openai import ModelCard
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.core.requests.request import DECODE, PREFILL, WHOLE, InferenceRequest, Usage
+from lbproxy.core.requests.request import DECODE, PREFILL, InferenceRequest, Usage
 from lbproxy.core.requests.retry import FailureKind, Retries, UpstreamError, Verdict
 from lbproxy.pulse import Pulse
 from lbproxy.request_runtime import RequestRuntime
@@ -51,8 +51,6 @@ PROGRESS_S: Final = 0.05
 """Progress is gathered for so long: sent one by one, a write for each was 2 % of the CPU time of a stream's events."""
 REFRESH_S: Final = 10.0
 """The longest wait for an endpoint that is asked for its models."""
-_USUAL_PLACEMENT: Final[m.Fields] = tuple([False, False, None, WHOLE, 0, None])
-"""See `messages.PlacedRest`."""
 
 
 class _Open:
@@ -397,7 +395,7 @@ class RemoteRuntime(RequestRuntime):
             raise LookupError(f"endpoint {message.uid} was not told")
         ticket.counted = True
         placed_at, rest = message.placed_at, message.rest
-        waited, state.asks_load, one.record.explanation, leg, first_uid, overflow = rest or _USUAL_PLACEMENT
+        waited, state.asks_load, one.record.explanation, leg, first_uid, overflow = rest or m.USUAL_PLACEMENT
         if not waited:  # the way of the messages is no wait
             ticket.submitted_at = placed_at
         ticket.predicted_prompt_tokens = message.prompt_tokens
