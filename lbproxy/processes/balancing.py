@@ -142,9 +142,9 @@ class Balancing:
             self._orders.stop.set()
 
     async def _count(self) -> None:
-        """Have the supervisor know what was used of limits, for the next balancer process."""
+        """Have the supervisor, while there is one, know what was used of limits, for the next balancer process."""
         said = b""
-        while True:
+        while not self._supervisor.gone.is_set():
             await asyncio.sleep(COUNT_EVERY_S)
             counted = await self._proxy.keeper.count()
             if counted or said:
