@@ -251,6 +251,17 @@ def test_rejected_runs_and_unpaired_seeds_are_not_compared() -> None:
     assert paired_seeds(runs) == [1]
 
 
+def test_a_router_that_fails_requests_is_not_the_best_of_the_others() -> None:
+    """Of 1,000 it served a few, fast."""
+    fast = some_row("smg", 1, 0.01)
+    fast["summary"] = {**fast["summary"], "requests": 1000, "failed": 11}
+    rows = [some_row("lbproxy", 1, 0.2), some_row("nginx", 1, 0.4), fast]
+    found = pages.comparable(believed(rows), ["lbproxy", "nginx", "smg"], lambda *_: None)
+    text = pages.page(found, ["about"], [])
+    assert "0.50x (nginx)" in text
+    assert "| smg | 0.01 |" in text, "it is in the table of the cell"
+
+
 def test_the_page_says_who_is_best_and_marks_what_misses_the_target() -> None:
     rows = [some_row("lbproxy", 1, 0.2), some_row("nginx", 1, 0.1), some_row("smg", 1, 0.4)]
     found = pages.comparable(believed(rows), ["lbproxy", "nginx", "smg", "litellm"], lambda *_: None)
