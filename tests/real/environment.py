@@ -48,9 +48,10 @@ INSTALL_TIMEOUT_S = 1800
 DECLARED = """
 
 if not _has_ops():
-    _declared = torch.library.Library("torchvision", "DEF")
+    from torch import library as _operators
+
     for _name in ("nms", "qnms"):
-        _declared.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _operators.define(f"torchvision::{_name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 """
 
 # vLLM's command asks for a distribution of this name. The one built for CPUs has another.

@@ -361,10 +361,11 @@ def running(environment: Environment) -> Iterator[Fleet]:
 
 @dataclass(frozen=True)
 class Small:
-    """Two vLLM servers that run SLOTS requests at a time, call tools and store responses, and lbproxy before them."""
+    """Two vLLM servers, and lbproxy before them."""
 
     vllm: list[LlmServer]
     lbproxy: Daemon
+    admin: str
 
     @property
     def url(self) -> str:
@@ -372,21 +373,41 @@ class Small:
 
 
 @contextmanager
-def small_ones(environment: Environment) -> Iterator[Small]:
-    """Beside the fleet, whose LOGS are there; every process is killed at the end."""
-    options = ["--max-num-seqs", str(SLOTS), *TOOLS, *STRICT, *endings(environment)]
-    store = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
-    both = [vllm(environment, f"small-{core + 1}", "", core, *options, env=store) for core in (0, 1)]
+def behind_lbproxy(both: list[LlmServer], name: str) -> Iterator[Small]:
+    """Both started, and lbproxy, which is called `name`. Every process is killed at the end."""
     with killed_at_the_end(*both) as daemons:
         for server in both:
             server.start()
         for server in both:
             server.wait_until_ready()
             server.warm_up()
-        proxy, _ = lbproxy(both, "lbproxy-small")
+        proxy, admin = lbproxy(both, name)
         daemons.append(proxy)
         proxy.wait_for(lambda: status(f"{proxy.url}/v1/models") == 200, "/v1/models is 200")
-        yield Small(both, proxy)
+        yield Small(both, proxy, admin)
+
+
+@contextmanager
+def small_ones(environment: Environment) -> Iterator[Small]:
+    """They run SLOTS requests at a time, call tools and store responses. Beside the fleet, whose LOGS are there."""
+    options = ["--max-num-seqs", str(SLOTS), *TOOLS, *STRICT, *endings(environment)]
+    store = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
+    both = [vllm(environment, f"small-{core + 1}", "", core, *options, env=store) for core in (0, 1)]
+    with behind_lbproxy(both, "lbproxy-small") as found:
+        yield found
+
+
+@contextmanager
+def seeing(environment: Environment, model: str) -> Iterator[Small]:
+    """They see. `model`: a folder that `vision.py` wrote."""
+    LOGS.mkdir(exist_ok=True)
+    options = ["--max-model-len", "32768", "--num-gpu-blocks-override", "2000", "--skip-mm-profiling"]
+    options += ["--limit-mm-per-prompt", '{"image": 16, "video": 0}']
+    env = {"PYTHONPATH": str(PACKAGES)}
+    path = environment.vision / model
+    both = [vllm(environment, f"{model}-{core + 1}", "", core, *options, env=env, model=path) for core in (0, 1)]
+    with behind_lbproxy(both, f"lbproxy-{model}") as found:
+        yield found
 
 
 @dataclass(frozen=True)
@@ -506,37 +527,3 @@ def apart(environment: Environment, connector: str, *, warm: bool = True) -> Ite
         found = Apart(connector, both[0], both[1], proxy, admin)
         found.bring_up()
         yield found
-
-
-@dataclass(frozen=True)
-class Seeing:
-    """Two vLLM servers with a model that sees, and lbproxy before them."""
-
-    vllm: list[LlmServer]
-    lbproxy: Daemon
-    admin: str
-
-    @property
-    def url(self) -> str:
-        return self.lbproxy.url
-
-
-@contextmanager
-def seeing(environment: Environment, model: str) -> Iterator[Seeing]:
-    """`model`: a folder that `vision.py` wrote. Every process is killed at the end."""
-    LOGS.mkdir(exist_ok=True)
-    options = ["--max-model-len", "32768", "--num-gpu-blocks-override", "2000", "--skip-mm-profiling"]
-    options += ["--limit-mm-per-prompt", '{"image": 16, "video": 0}']
-    env = {"PYTHONPATH": str(PACKAGES)}
-    path = environment.vision / model
-    both = [vllm(environment, f"{model}-{core + 1}", "", core, *options, env=env, model=path) for core in (0, 1)]
-    with killed_at_the_end(*both) as daemons:
-        for server in both:
-            server.start()
-        for server in both:
-            server.wait_until_ready()
-            server.warm_up()
-        proxy, admin = lbproxy(both, f"lbproxy-{model}")
-        daemons.append(proxy)
-        proxy.wait_for(lambda: status(f"{proxy.url}/v1/models") == 200, "/v1/models is 200")
-        yield Seeing(both, proxy, admin)

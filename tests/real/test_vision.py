@@ -22,7 +22,7 @@ import pytest
 from lbproxy.core.requests.prompts import chat_prompt
 from tests.real import servers
 from tests.real.environment import Environment
-from tests.real.servers import MODEL, Seeing
+from tests.real.servers import MODEL, Small
 
 TURNS, SIDE = 5, 1000
 """A conversation with 20 MB of base64: of noise, a picture of 1000 x 1000 pixels has 4 MB."""
@@ -35,7 +35,7 @@ WITHIN = 2.0
 
 
 @pytest.fixture(scope="module", params=["pixels", "fixed"])
-def two(parts: Environment, request: pytest.FixtureRequest) -> Iterator[Seeing]:
+def two(parts: Environment, request: pytest.FixtureRequest) -> Iterator[Small]:
     with servers.seeing(parts, request.param) as found:
         yield found
 
@@ -56,7 +56,7 @@ def picture(width: int, height: int, seed: int) -> str:
 class Talk:
     """A conversation in which each question has a picture."""
 
-    def __init__(self, two: Seeing, name: str) -> None:
+    def __init__(self, two: Small, name: str) -> None:
         self._two = two
         self._messages: list[dict[str, Any]] = []
         self._name = name
@@ -98,7 +98,7 @@ class Talk:
 
 
 def test_a_conversation_of_20_mb_stays_and_weighs_what_the_engine_counts(
-    two: Seeing, found: Callable[[str], None]
+    two: Small, found: Callable[[str], None]
 ) -> None:
     talk = Talk(two, "one")
     with httpx.Client(base_url=two.url, timeout=120) as client:
@@ -123,7 +123,7 @@ def test_a_conversation_of_20_mb_stays_and_weighs_what_the_engine_counts(
         assert real / WITHIN <= expected <= real * WITHIN
 
 
-def test_conversations_with_images_return(two: Seeing, found: Callable[[str], None]) -> None:
+def test_conversations_with_images_return(two: Small, found: Callable[[str], None]) -> None:
     talks = [Talk(two, f"talk {number}") for number in range(TALKS)]
 
     def run(number: int) -> None:
