@@ -407,10 +407,12 @@ class Rig:
             served = proxy.sights(proxy.ready_at)  # to start takes 17 ms in one go
             case.figure("lag, ms", round(1000 * max(sight.lag_s for sight in served), 1))
             own_ms = round(1000 * max(sight.own_lag_s for sight in served), 1)
-            # What a hypervisor takes is in it: beside other tests the bound on CPU time is the one that holds.
+            # What a hypervisor takes is in it: beside other tests only CPU time is bounded, and a core that is shared
+            # with another thread needs more of that for the same work.
             case.expect("lag of our own, ms", own_ms, at_most=float("inf") if FORM == "short" else lag_ms)
             busiest = max(sight.cpu_s for sight in served)
-            case.expect("CPU of the busiest turn, ms", round(1000 * busiest, 1), at_most=lag_ms)
+            most_ms = 4 * lag_ms if FORM == "short" else lag_ms
+            case.expect("CPU of the busiest turn, ms", round(1000 * busiest, 1), at_most=most_ms)
         case.expect("internal errors", proxy.total("lbproxy_internal_errors_total"), at_most=0)
         self.no_traceback(proxy.process)
 
