@@ -121,7 +121,11 @@ def report(cells: Sequence[CellRuns], args: argparse.Namespace, there: Sequence[
         f"Runs whose servers or client were more than {args.max_late:g} ms late (99th percentile) are left out.",
         *([f"Up to {args.at_a_time} routers are measured at a time, on two cores."] if args.at_a_time > 1 else []),
         "",
-        *(f"- {router.name} {_version(router)}: {router.subject.note}" for router in there),
+        *(
+            f"- {router.name} {_version(router)}: {router.subject.note}"
+            for router in there
+            if any(router.name in cell.runs for cell in cells)
+        ),
     ]
     return page(cells, about, outside, f"# {OVER_HTTP}") if args.agents else page(cells, about, outside)
 
