@@ -2,9 +2,8 @@
 """One connection between two of lbproxy's processes: messages both ways, many in one write.
 
 Theory of operation. What is sent in one turn of the event loop goes out together, at its end: a write wakes a process
-that sleeps, which costs more than everything else about a message. While frames leave every millisecond, what nobody
-waits for leaves with the next of them (`send_later`). A frame is its length in four bytes, then a msgpack array of
-messages. Invariants:
+that sleeps, which costs more than everything else about a message. A frame is its length in four bytes, then a msgpack
+array of messages. Invariants:
 
 - Messages arrive in the order in which they were sent, or the link is lost; `lost` is called once, unless we closed it.
 - Memory is bounded: a frame over `MAX_FRAME_BYTES`, or as much unsent because the peer does not read, ends the link.
@@ -23,8 +22,6 @@ import msgspec
 logger = logging.getLogger("lbproxy")
 
 MAX_FRAME_BYTES: Final = 64 << 20
-LATER_S: Final = 0.001
-"""How long a message that nobody waits for waits for another one, if the last frame is as recent."""
 _SIZE: Final = 4
 _pack_size: Final = struct.Struct("<I").pack_into
 _MIN_INTEGER: Final = -(1 << 63)
@@ -65,9 +62,8 @@ class Link(Generic[Received]):
         self._wanted_bytes = _SIZE
         """So many of it are needed to go on."""
         self._unsent: list[Sent] = []
-        self._urgent = self._scheduled = self._timed = False
-        """There is a message that leaves in this turn; `flush` is called at its end; and when a timer ends."""
-        self._left_at = -LATER_S
+        self._scheduled = False
+        """`flush` will be called, at the end of this turn or of what arrived."""
         self.sent = self.arrived = 0
         """Messages."""
 
@@ -76,23 +72,11 @@ class Link(Generic[Received]):
         return cast(asyncio.Protocol, self)
 
     def send(self, message: Sent) -> None:
-        """Send at the end of this turn of the loop, or of what arrived; not at all if the link is lost."""
-        self._urgent = True
+        """Send at the end of this turn of the loop or, in `data_received`, of what arrived; not at all if the link is
+        lost."""
         if not self._scheduled:
             self._scheduled = True
             self._loop.call_soon(self.flush)
-        self._unsent.append(message)
-
-    def send_later(self, message: Sent) -> None:
-        """The same, or up to `LATER_S` later with the message that is sent next: for what nobody waits for. The order
-        is kept."""
-        loop = self._loop
-        if loop.time() - self._left_at > LATER_S:
-            self.send(message)
-            return
-        if not (self._urgent or self._timed):
-            self._timed = True
-            loop.call_later(LATER_S, self._timer_ended)
         self._unsent.append(message)
 
     @property
@@ -106,7 +90,7 @@ class Link(Generic[Received]):
 
     def flush(self) -> None:
         """Send now what is to be sent."""
-        self._urgent = self._scheduled = False
+        self._scheduled = False
         unsent, self._unsent = self._unsent, []
         transport = self._transport
         if not unsent or transport is None or transport.is_closing():
@@ -120,14 +104,9 @@ class Link(Generic[Received]):
         size = len(frame) - _SIZE
         _pack_size(frame, 0, size)
         transport.write(frame)
-        self._left_at = self._loop.time()
         self.sent += len(unsent)
         if max(size, transport.get_write_buffer_size()) > MAX_FRAME_BYTES:
             self._fail("the other process does not read")
-
-    def _timer_ended(self) -> None:
-        self._timed = False
-        self.flush()
 
     def close(self) -> None:
         """Send what is to be sent, and end. `lost` is not called."""
@@ -151,11 +130,12 @@ class Link(Generic[Received]):
         """See asyncio. What is sent because of it leaves at once: to schedule that for the end of the turn was a
         twentieth of the balancer process's instructions for a request.
         """
-        scheduled, self._scheduled = self._scheduled, True
+        if self._scheduled:
+            self._take(data)
+            return
+        self._scheduled = True
         self._take(data)
-        self._scheduled = scheduled
-        if self._urgent:
-            self.flush()
+        self.flush()
 
     def _take(self, data: bytes) -> None:
         """Most often whole frames arrive, which are read where they are."""

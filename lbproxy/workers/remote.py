@@ -206,7 +206,7 @@ class RemoteRuntime(RequestRuntime):
     def answered(self, ticket: Ticket, outcome: Outcome, usage: Usage | None, *, began: bool, now: float) -> None:
         """See RequestRuntime."""
         if self._end(ticket, outcome) and self._link is not None:
-            self._link.send_later(m.Answered(ticket.number, m.OUTCOME_NUMBERS[outcome], usage, began))
+            self._link.send(m.Answered(ticket.number, m.OUTCOME_NUMBERS[outcome], usage, began))
 
     def _end(self, ticket: Ticket, outcome: Outcome) -> bool:
         """Whether the ticket was open."""

@@ -38,9 +38,9 @@ class Reports:
         if link is None:
             self._unsent.append(message_of(record))
         elif record.number >= self.known_from and is_plain(record):
-            link.send_later(served(record, self._take_answered(record, link)))
+            link.send(served(record, self._take_answered(record, link)))
         else:
-            link.send_later(message_of(record))
+            link.send(message_of(record))
         if self._sinks:
             self._ended.append(record)
             if len(self._ended) == 1:

@@ -9,7 +9,6 @@ import socket
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import msgspec
 import pytest
@@ -57,83 +56,19 @@ def test_messages_of_one_turn_arrive_in_order_in_one_frame() -> None:
     run(body())
 
 
-def test_what_nobody_waits_for_leaves_with_the_next_message_and_in_its_order() -> None:
+def test_a_reply_leaves_with_what_it_replies_to_and_all_else_in_its_turn() -> None:
     async def body() -> None:
-        async with pair() as (worker, balancer):
-            link = worker.link
-            link.send_later(m.FirstByte(1))
-            assert await sent_in_this_turn(link)  # no frame has left for a while
-            a_frame_has_just_left(link)
-            link.send_later(m.FirstByte(2))
-            assert not await sent_in_this_turn(link)
-            link.send(m.FirstByte(3))
-            link.send_later(m.FirstByte(4))
-            assert await sent_in_this_turn(link)
-            await until(lambda: len(balancer.batches) == 2)
-            assert balancer.batches == [[m.FirstByte(1)], [m.FirstByte(number) for number in (2, 3, 4)]]
-
-    run(body())
-
-
-def test_what_nobody_waits_for_leaves_without_another_message() -> None:
-    async def body() -> None:
-        async with pair() as (worker, balancer):
-            for number in range(5):
-                a_frame_has_just_left(worker.link)
-                worker.link.send_later(m.FirstByte(number))
-                await until(lambda: balancer.arrived == [m.FirstByte(one) for one in range(number + 1)])  # noqa: B023
-
-    run(body())
-
-
-def test_what_nobody_waits_for_leaves_before_the_end() -> None:
-    async def body() -> None:
-        async with pair() as (worker, balancer):
-            a_frame_has_just_left(worker.link)
-            worker.link.send_later(m.FirstByte(1))
-            worker.link.close()
-            await until(lambda: balancer.lost)
-            assert balancer.arrived == [m.FirstByte(1)]
-
-    run(body())
-
-
-def test_a_reply_leaves_with_what_it_replies_to_and_what_can_wait_does() -> None:
-    async def body() -> None:
-        replies: list[m.Message] = []
-
-        def reply(_: object) -> None:
-            end.link.send_later(replies[0])
-            if len(replies) == 2:
-                end.link.send(replies[1])
-
-        end = End(m.ToWorker, received=reply)
+        end = End(m.ToWorker, received=lambda _: end.link.send(m.FirstByte(2)))
         async with pair(worker=end) as (_, balancer):
-            a_frame_has_just_left(end.link)
-            replies[:] = [m.FirstByte(1)]
             end.link.data_received(frame(m.Pong()))
-            before = end.link.sent
-            replies[:] = [m.FirstByte(2), m.FirstByte(3)]
-            end.link.data_received(frame(m.Pong()))
-            assert (before, end.link.sent) == (0, 3)
-            replies[:] = [m.FirstByte(4)]
-            a_frame_has_just_left(end.link)
-            end.link.data_received(frame(m.Pong()))  # leaves without another one
-            await until(lambda: len(balancer.arrived) == 4)
-            assert balancer.arrived == [m.FirstByte(number) for number in (1, 2, 3, 4)]
+            assert end.link.sent == 1
+            end.link.send(m.FirstByte(3))
+            end.link.data_received(frame(m.Pong()))  # with what leaves anyway
+            assert end.link.sent == 1
+            await until(lambda: len(balancer.arrived) == 3)
+            assert balancer.batches == [[m.FirstByte(2)], [m.FirstByte(3), m.FirstByte(2)]]
 
     run(body())
-
-
-def a_frame_has_just_left(link: links.Link[Any]) -> None:
-    """As `send_later` sees it, however long this test takes."""
-    link._left_at = asyncio.get_running_loop().time() + 3600
-
-
-async def sent_in_this_turn(link: links.Link[Any]) -> bool:
-    before = link.sent
-    await asyncio.sleep(0)
-    return link.sent > before
 
 
 def test_a_link_carries_messages_both_ways() -> None:
