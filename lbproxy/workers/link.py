@@ -134,8 +134,10 @@ class Link(Generic[Received]):
             self._take(data)
             return
         self._scheduled = True
-        self._take(data)
-        self.flush()
+        try:
+            self._take(data)
+        finally:
+            self.flush()
 
     def _take(self, data: bytes) -> None:
         """Most often whole frames arrive, which are read where they are."""

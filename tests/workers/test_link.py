@@ -71,6 +71,23 @@ def test_a_reply_leaves_with_what_it_replies_to_and_all_else_in_its_turn() -> No
     run(body())
 
 
+def test_a_link_that_ends_because_of_what_arrived_gathers_nothing() -> None:
+    def fail(_: object) -> None:
+        raise ValueError("a defect")
+
+    async def body() -> None:
+        end = End(m.ToWorker, received=fail)
+        async with pair(worker=end):
+            with pytest.raises(ValueError, match="a defect"):
+                end.link.data_received(frame(m.Pong()))
+            end.link.abort()
+            await until(lambda: end.lost)
+            end.link.send(m.FirstByte(1))
+            await until(lambda: end.link.last is None)
+
+    run(body())
+
+
 def test_a_link_carries_messages_both_ways() -> None:
     async def body() -> None:
         async with pair() as (worker, balancer):
