@@ -29,6 +29,8 @@ MODEL = "demo"
 PROGRAMS = ("redis-server", "valkey-server")
 """What can stand between them; the first that is installed is used."""
 MAX_PORT = 65535
+STORE_STARTS = 5
+"""How often it is started, if its port is taken each time."""
 STORE_OPTIONS = "--bind 127.0.0.1 --appendonly no --maxmemory 64mb --maxmemory-policy noeviction"
 
 
@@ -78,7 +80,7 @@ class Running:
     """What was started."""
 
     store: Program
-    store_port: int
+    store_port: int = 0
     replicas: list[Replica] = field(default_factory=list)
 
     @property
@@ -124,7 +126,7 @@ def leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
 
 
 async def _run(options: Options, store: str, say: Callable[[str], None]) -> None:
-    running = Running(Program(Path(store).name), _free_port())
+    running = Running(Program(Path(store).name))
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lbproxy-demo-")))
         servers = [await stack.enter_async_context(MockServer(MockOptions(model=MODEL))) for _ in range(SERVERS)]
@@ -154,9 +156,19 @@ async def _end(running: Running) -> None:
 
 
 async def _start_store(running: Running, store: str, folder: Path, tasks: asyncio.TaskGroup) -> None:
-    command = [store, "--port", str(running.store_port), "--save", "", "--dir", str(folder), *STORE_OPTIONS.split()]
-    await running.store.start(["--", *command], tasks)
-    await running.store.said("Ready to accept connections")
+    """Between the choice of a free port and its use another program may take it: then with another one."""
+    options = ["--save", "", "--dir", str(folder), *STORE_OPTIONS.split()]
+    for left in reversed(range(STORE_STARTS)):
+        running.store_port = _free_port()
+        await running.store.start(["--", store, "--port", str(running.store_port), *options], tasks)
+        try:
+            await running.store.said("Ready to accept connections")
+        except FleetError as error:
+            if not left or "Address already in use" not in str(error):
+                raise
+            await running.store.end()
+        else:
+            return
 
 
 def settings(options: Options, running: Running, servers: Sequence[str]) -> Iterator[str]:

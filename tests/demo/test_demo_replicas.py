@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +16,10 @@ import pytest
 
 from lbproxy.cli import main
 from lbproxy.config.parse import parse
+from lbproxy.demo import replicas
 from lbproxy.demo.fleet import FleetError, Program
-from lbproxy.demo.replicas import Options, Replica, Running, leaves, settings
+from lbproxy.demo.replicas import PROGRAMS, STORE_STARTS, Options, Replica, Running, leaves, settings
+from tests.support.ports import free_port
 
 LEASH = [sys.executable, "-m", "lbproxy.demo.leash", "--"]
 
@@ -118,3 +123,31 @@ def test_a_program_that_ends_closes_what_it_inherited() -> None:
         assert process.stdout.read() == b""
         assert os.read(read, 1) == b""
         os.close(read)
+
+
+@pytest.mark.parametrize("taken", [1, STORE_STARTS])
+def test_a_port_that_another_program_takes_meanwhile_costs_another_one(
+    taken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not (found := [path for name in PROGRAMS if (path := shutil.which(name))]):
+        pytest.skip(f"NOT TESTED here: neither of {PROGRAMS} (make test-tools)")
+
+    async def started() -> int:
+        running = Running(Program("store"))
+        async with asyncio.TaskGroup() as tasks:
+            try:
+                await replicas._start_store(running, found[0], tmp_path, tasks)
+            finally:
+                await running.store.end()
+        return running.store_port
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        ports = [other.getsockname()[1]] * taken + [free := free_port()]
+        monkeypatch.setattr(replicas, "_free_port", lambda: ports.pop(0))
+        if taken < STORE_STARTS:
+            assert asyncio.run(started()) == free
+        else:
+            with pytest.raises(ExceptionGroup) as group:
+                asyncio.run(started())
+            assert group.group_contains(FleetError, match="Address already in use")
+            assert ports == [free]

@@ -167,6 +167,7 @@ class Lanes:
             self._reports += 1
             if self._reports >= MIN_REPORTS:
                 self.lanes = max(self.lanes, 2.0 * pending)
+                self._reports = 0
                 self._serial_until = -inf
         else:
             self._reports = 0

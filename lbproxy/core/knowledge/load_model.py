@@ -359,7 +359,10 @@ class LoadModel:
         if metrics.waiting is None:
             return
         at, pending = metrics.scraped_at, self.work.pending
-        self.room.lanes.learn_lanes(metrics.waiting, len(pending), full=self.prefill_ms(at) > HOLD_MS, at=at)
+        # An engine counts a request when its next step begins: what is in neither gauge yet shows nothing.
+        unseen = 0 if metrics.running is None else max(0, self.work.in_flight - int(metrics.running + metrics.waiting))
+        seen_ms = self.prefill_ms(at) - self.speed.prefill_ms(self.work.last_tokens(unseen)) / self.room.lanes.lanes
+        self.room.lanes.learn_lanes(metrics.waiting, len(pending) - unseen, full=seen_ms > HOLD_MS, at=at)
         explained = sum(one.late_at > at for one in pending) + self.adapters.waiting_requests()
         cache, slots = metrics.kv_utilization or 0.0, self.room.slots
         slots.learn_limit(metrics.waiting, metrics.running, explained, cache=cache, until=fresh_until)

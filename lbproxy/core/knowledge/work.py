@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Final
 
 from lbproxy.core.knowledge.placement import FREED_S, NEVER, Placement
@@ -21,6 +21,8 @@ from lbproxy.core.knowledge.speed import Speed
 
 STALLED_S: Final = 0.6
 """More than twice the time between two reports of progress, and many times that between two tokens."""
+SAME_STEP_S: Final = 0.05
+"""Reports of progress that are no further apart may be of one step of the engine."""
 RECENT_S: Final = 180.0
 """The time constant of `Work.recent_tokens`."""
 
@@ -31,6 +33,8 @@ class Work:
     __slots__ = (
         "_recent",
         "_recent_at",
+        "_step_at",
+        "_step_before_at",
         "_streamed_at",
         "_streams",
         "context_tokens",
@@ -70,6 +74,8 @@ class Work:
         """Streams with progress, in the order of their latest progress."""
         self._streamed_at = 0.0
         """The latest progress of all."""
+        self._step_at = self._step_before_at = 0.0
+        """The first progress in the latest step of the engine, and in the one before."""
 
     # Reading
 
@@ -80,6 +86,10 @@ class Work:
     def recent_tokens(self, now: float) -> float:
         """Prefill work placed here recently, with a time constant of three minutes."""
         return self._recent * math.exp((self._recent_at - now) / RECENT_S)
+
+    def last_tokens(self, count: int) -> float:
+        """The prefill work of the last `count` pending requests. O(count)."""
+        return sum(one.work for one in islice(reversed(self.pending), count)) if count else 0.0
 
     def non_streaming_before(self, placement: Placement) -> list[Placement]:
         """Non-streaming requests that are pending before `placement`."""
@@ -93,8 +103,10 @@ class Work:
         return self.in_flight - len(self.pending) - len(self._streams)
 
     def stalled(self) -> int:
-        """Streams without progress for `STALLED_S` while others had some. O(their number)."""
-        before = self._streamed_at - STALLED_S
+        """Streams without progress for `STALLED_S` while others had some, in more than one step: at the end of a long
+        one, all but those whose tokens are here already seem to stall. O(their number).
+        """
+        before = min(self._streamed_at - STALLED_S, self._step_before_at)
         stalled = 0
         for stream in self._streams:
             if stream.reported_at >= before:
@@ -127,6 +139,8 @@ class Work:
         """Count `tokens` more of its response."""
         self._streams.pop(placement, None)
         self._streams[placement] = None
+        if now > self._streamed_at + SAME_STEP_S:
+            self._step_before_at, self._step_at = self._step_at, now
         self._streamed_at = now
         self.context_tokens += tokens
         self.live_tokens += tokens

@@ -330,12 +330,11 @@ class Choice:
         if prices.costs[index] == inf:
             return Outcome.SATURATED
         if ticket.request.deadline is not None and prices.waits_ms is not None:
-            in_time = self._in_time(ticket.request.deadline, candidates, prices, now)
-            if not in_time and not self._is_test(candidates, now):
-                ticket.retry_after_s = min(prices.waits_ms) / 1000.0
+            index = self._by_deadline(ticket, index, candidates, prices, now)
+            if index < 0:
                 return Outcome.TOO_LATE
-            if in_time and index not in in_time:
-                index = self._lowest_cost_of(in_time, candidates, prices)
+        if self.holds and candidates[0].load.pool.is_preferred:
+            index = self._taken_at_once(index, candidates, prices, now)
         if isinstance(prices, SplitPrices):
             ticket.decode_on = prices.partner(candidates[index])
         if self.holds and prices.waits_ms is not None:
@@ -371,9 +370,41 @@ class Choice:
             return Wait.BEHIND
         return Wait.BUSY if min(prices.waits_ms) > HOLD_MS else Wait.HELD
 
+    def _taken_at_once(self, index: int, candidates: Sequence[EndpointState], prices: Prices, now: float) -> int:
+        """Where a request goes whose turn it is, before requests of a lower priority. `index`: of its lowest cost.
+
+        A price includes what a placement costs others, so it may be best to wait for a full endpoint. But an endpoint
+        with room that it leaves goes to the less important requests: it takes that if its own first token comes no
+        later.
+        """
+        if prices.waits_ms is None or prices.work_tokens is None or not self.policy.is_full(candidates[index], now):
+            return index
+        costs, waits, work = prices.costs, prices.waits_ms, prices.work_tokens
+        latest_ms = candidates[index].load.speed.first_byte_ms(waits[index], work[index], now)
+        for n in sorted(range(len(costs)), key=costs.__getitem__):
+            load = candidates[n].load
+            in_time = load.speed.first_byte_ms(load.wait_ms(now), work[n], now) <= latest_ms  # nothing is before it
+            if costs[n] < inf and in_time and not self.policy.is_full(candidates[n], now):
+                return n
+        return index
+
     def _lowest_cost_of(self, indices: list[int], candidates: Sequence[EndpointState], prices: Prices) -> int:
         """The index of the lowest cost among `indices`."""
         return indices[self._lowest_cost([prices.costs[n] for n in indices], [candidates[n] for n in indices])]
+
+    def _by_deadline(
+        self, ticket: Ticket, index: int, candidates: Sequence[EndpointState], prices: Prices, now: float
+    ) -> int:
+        """The candidate with the lowest price that is in time, `index` if it is; below 0: there is none."""
+        assert ticket.request.deadline is not None
+        assert prices.waits_ms is not None
+        in_time = self._in_time(ticket.request.deadline, candidates, prices, now)
+        if in_time:
+            return index if index in in_time else self._lowest_cost_of(in_time, candidates, prices)
+        if self._is_test(candidates, now):
+            return index
+        ticket.retry_after_s = min(prices.waits_ms) / 1000.0
+        return -1
 
     def _is_test(self, candidates: Sequence[EndpointState], now: float) -> bool:
         """Whether to place a request on one of `candidates` although it is predicted to be late, to test the

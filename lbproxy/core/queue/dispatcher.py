@@ -33,16 +33,42 @@ from lbproxy.core.queue.waiting_queue import WORK_S, WaitingQueue, least_work
 MAX_PRICED: Final = 32
 """Waiting requests that are priced at a time; if there are more, other work of the event loop gets a turn between."""
 MAX_MOVES: Final = 6
-"""Of these, requests held for other endpoints that may do better at an endpoint with room."""
+"""Of these, and of each priority, requests held for other endpoints that may do better at an endpoint with room."""
 LATE_SHARE: Final = 0.8
 """Under overload, requests that have waited for this share of what is too long will be late when they are served."""
 PRICE_AGAIN_S: Final = 0.05
-"""How long after its last price a request that is held for another endpoint is priced again at the earliest."""
+"""How long after its last price a request that is held for another endpoint is priced again at the earliest, if none of
+a lower priority would take its place."""
 TIMEOUT_PARTS: Final = 6.0
 """The queue is too long if its last request would wait for a sixth of the queue timeout: 5 s by default. Where longer
 waits are configured, late responses are preferred to refusals."""
 ROUNDING_S: Final = 1e-6
 """So that rounding does not wake an endpoint just before it has room."""
+
+
+class _Moves:
+    """Which requests that are held for other endpoints are considered for those with room: a few of each priority, and
+    not again soon, unless requests of a lower priority would take their place.
+    """
+
+    __slots__ = ("_again_s", "_dispatcher", "_left", "_priority")
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self._priority: int | None = None
+        self._left = 0
+        self._again_s = 0.0
+
+    def take(self, ticket: Ticket, now: float) -> bool:
+        """Whether to consider one more, which is counted then."""
+        priority = ticket.request.priority
+        if priority != self._priority:
+            self._priority, self._left = priority, MAX_MOVES
+            self._again_s = 0.0 if self._dispatcher.is_preferred(ticket) else PRICE_AGAIN_S
+        if self._left <= 0 or now - ticket.priced_at < self._again_s:
+            return False
+        self._left -= 1
+        return True
 
 
 class Dispatcher:
@@ -62,6 +88,8 @@ class Dispatcher:
         self._next_wake: dict[EndpointUid, float] = {}
         """The valid entries."""
         self._overload = QueueOverload()
+        self._offered_to: int | None = None
+        """The priority of a new request to which an endpoint goes if no waiting one takes it."""
 
     def reconfigure(self, admission: AdmissionSettings, pool: PoolModel | None) -> None:
         """Apply other settings, and perhaps other models of the endpoints: waiting requests are considered again."""
@@ -179,7 +207,9 @@ class Dispatcher:
         """Update the overload state: while there is overload, the newest requests are served first."""
         overload = self._overload
         overload.observe(max(0, waiting - self._queue.waking), self._too_long_s, now)
-        self._queue.late_s = LATE_SHARE * self._too_long_s if overload.is_lasting else inf
+        self._queue.late_s = inf
+        if overload.is_lasting:
+            self._queue.late_s, self._queue.in_time = LATE_SHARE * self._too_long_s, overload.in_time(self._too_long_s)
         if self._pool is not None:
             self._pool.overloaded = overload.is_lasting
 
@@ -229,7 +259,7 @@ class Dispatcher:
         consider: Callable[[Ticket, float], None],
         changed: list[Ticket],
     ) -> None:
-        left, moves, moved = MAX_PRICED, MAX_MOVES, False
+        left, moved, moves = MAX_PRICED, False, _Moves(self)
         lowest = min((state.endpoint.tier for state in with_room.values()), default=0)
         stuck: set[tuple[str | None, frozenset[EndpointUid], int, bool]] = set()
         work = least_work(self._pool.least_work, now) if self._by_work and self._pool is not None else None
@@ -240,11 +270,10 @@ class Dispatcher:
                 if key in stuck:
                     continue
             elif best.endpoint.uid not in with_room:
-                if moves <= 0 or now - ticket.priced_at < PRICE_AGAIN_S:
-                    continue
                 if best.endpoint.tier < lowest and not (ticket.is_overdue and lowest <= request.max_tier):
                     continue
-                moves -= 1
+                if not moves.take(ticket, now):
+                    continue
             left -= 1
             if left < 0:  # the rest in another turn, if that may place any
                 if moved:
@@ -269,6 +298,32 @@ class Dispatcher:
                 with_room.pop(placed_on.endpoint.uid, None)
             if not with_room and not everything:
                 return
+
+    def offer_first(
+        self,
+        state: EndpointState,
+        ticket: Ticket,
+        now: float,
+        consider: Callable[[Ticket, float], None],
+        changed: list[Ticket],
+    ) -> None:
+        """Have waiting requests considered for an endpoint to which a new one of a lower priority would go."""
+        self._offered_to = ticket.request.priority
+        self.wake(state)
+        self.serve(now, consider, changed)
+        self._offered_to = None
+
+    def note_order(self, ticket: Ticket, in_turn: bool) -> None:
+        """Tell the model, for the ticket's price, which waiting requests precede and follow it."""
+        if self._pool is not None:
+            if self._pool.held:
+                self._pool.share_ahead = self._queue.share_before(ticket)
+            self._pool.is_preferred = in_turn and self.is_preferred(ticket)
+
+    def is_preferred(self, ticket: Ticket) -> bool:
+        """Whether what `ticket` leaves goes to requests of a lower priority."""
+        priority, lower = ticket.request.priority, self._offered_to
+        return (lower is not None and lower < priority) or self._queue.has_below(priority)
 
     def serve_one(self, ticket: Ticket, now: float, consider: Callable[[Ticket, float], None]) -> bool:
         """Have one waiting request considered. Returns whether it stopped waiting."""

@@ -47,6 +47,11 @@ class QueueOverload:
         left = self._left
         return before * (self._busy_s - left[0]) / len(left) if len(left) >= MIN_PACE_SAMPLES else 0.0
 
+    def in_time(self, too_long_s: float) -> int:
+        """How many requests may wait without overload that lasts."""
+        each_s = self.wait_s(1)
+        return int(END_SHARE * too_long_s / each_s) if each_s else 0
+
     def observe(self, waiting: int, too_long_s: float, now: float) -> None:
         """Note that `waiting` requests wait from now on. `too_long_s`: a predicted wait that is too long."""
         if self._waiting:

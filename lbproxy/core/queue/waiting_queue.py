@@ -13,7 +13,7 @@ requests, and does not delay other flows then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import chain
 from math import inf
@@ -69,7 +69,10 @@ class WaitingQueue:
         self._take_limits(settings)
         self.late_s = inf
         """Finite: there is lasting overload. The newest requests are served first, and those that have waited this long
-        last. Set by `core.queue.dispatcher`."""
+        last. Set by `core.queue.dispatcher`, like the next."""
+        self.in_time = 0
+        """So many are served in time all the same: while no more than these have a priority or a higher one, that
+        priority has no overload."""
         self._tickets: dict[int, Ticket] = {}
         self._by_priority: dict[int, dict[Flow, _FlowQueue]] = {}
         """By priority and flow; none of them empty."""
@@ -119,10 +122,11 @@ class WaitingQueue:
                 counts[flow] = counts.get(flow, 0) + len(queue)
         return counts
 
-    @property
-    def overloaded(self) -> bool:
-        """The newest requests are served first."""
-        return self.late_s < inf
+    def overloaded(self, priority: int) -> bool:
+        """Whether the newest requests of this priority are served first."""
+        if self.late_s == inf or len(self._by_priority) <= 1:
+            return self.late_s < inf
+        return sum(_ready(queues) for one, queues in self._by_priority.items() if one >= priority) > self.in_time
 
     def push(self, ticket: Ticket, *, parked: bool = False) -> list[Ticket]:
         """Add a ticket. Returns the tickets to be closed: none, itself, or less important ones.
@@ -168,11 +172,11 @@ class WaitingQueue:
 
     def _victims(self, ticket: Ticket) -> Iterator[Ticket]:
         """The tickets that are shed before `ticket`, in this order."""
-        flow, overloaded = _flow(ticket), self.overloaded
+        flow = _flow(ticket)
         for priority in sorted(self._by_priority):
             if priority > ticket.request.priority:
                 return
-            flow_queues = self._by_priority[priority]
+            flow_queues, overloaded = self._by_priority[priority], self.overloaded(priority)
             least = 0.0
             if priority == ticket.request.priority:
                 least = ((len(flow_queues[flow]) if flow in flow_queues else 0) + 1) / flow.weight
@@ -228,8 +232,9 @@ class WaitingQueue:
         O(n log n). After the first `FAIR_TICKETS` of a priority the rest follows flow by flow. Tickets may be removed
         meanwhile.
         """
-        newest_first, late_at = self.overloaded, now - self.late_s
+        late_at = now - self.late_s
         for priority in sorted(self._by_priority, reverse=True):
+            newest_first = self.overloaded(priority)
             queues = [
                 (flow, _sorted(queue.ready.values(), work, now, newest_first=newest_first))
                 for flow, queue in self._by_priority.get(priority, {}).items()
@@ -243,6 +248,14 @@ class WaitingQueue:
                 in_time = [(flow, [one for one in queue if one.submitted_at >= late_at]) for flow, queue in queues]
                 yield from _in_turn(in_time, flows, now)
                 yield from _in_turn(late, flows, now)
+
+    def has_below(self, priority: int) -> bool:
+        """Whether a request of a lower priority is ready."""
+        return any(one < priority and _ready(flow_queues) for one, flow_queues in self._by_priority.items())
+
+    def has_above(self, priority: int) -> bool:
+        """Whether a request of a higher priority is ready."""
+        return any(one > priority and _ready(flow_queues) for one, flow_queues in self._by_priority.items())
 
     def share_before(self, ticket: Ticket) -> float:
         """The share of ready tickets that precedes a new one, by priority and flow.
@@ -259,17 +272,17 @@ class WaitingQueue:
             if flow in flow_queues:
                 fair_share = self._ready / len(flow_queues)
                 if len(flow_queues) == 1 or (
-                    self.overloaded and len(flow_queues[flow].ready) >= HEAVY_SHARE * fair_share
+                    self.late_s < inf and len(flow_queues[flow].ready) >= HEAVY_SHARE * fair_share
                 ):
                     return -1.0
         before = 0
         for one, flow_queues in by_priority.items():
-            size = sum(len(queue.ready) for queue in flow_queues.values())
+            size = _ready(flow_queues)
             if one > priority:
                 before += size
             elif one == priority:
                 own = flow_queues.get(flow)
-                turns = 1 if self.overloaded or not own else len(own.ready) + 1
+                turns = 1 if not own or self.overloaded(priority) else len(own.ready) + 1
                 before += min(size, turns * len(flow_queues))
         return before / self._ready
 
@@ -295,6 +308,10 @@ class WaitingQueue:
             heappop(self._own_deadlines)
         first = next((ticket.expires_at for ticket in self._tickets.values()), None)
         return first if first is None or not self._own_deadlines else min(first, self._own_deadlines[0][0])
+
+
+def _ready(flow_queues: Mapping[Flow, _FlowQueue]) -> int:
+    return sum(len(queue.ready) for queue in flow_queues.values())
 
 
 def _flow(ticket: Ticket) -> Flow:

@@ -10,6 +10,7 @@ from dataclasses import fields
 import pytest
 
 from lbproxy.core.caches.adapters import LoadTimes
+from lbproxy.core.capacity.lanes import MIN_REPORTS
 from lbproxy.core.engines.load_metrics import LoadMetrics, LoraMetrics
 from lbproxy.core.knowledge.load_model import LoadModel
 from lbproxy.core.knowledge.placement import FREED_S, Placement, freed_per_ms
@@ -686,7 +687,46 @@ def test_a_pause_of_all_streams_is_no_stall() -> None:
     assert load.work.stalled() == 0
     load.end(streams[0], None, 51.0)
     load.progress(streams[1], 10, 60.0)
+    load.progress(streams[1], 10, 60.3)
     assert load.work.stalled() == 8, "one that has ended does not count"
+
+
+def test_at_the_end_of_a_long_step_streams_whose_tokens_follow_do_not_stall() -> None:
+    """Seen at agents' prompts of 50,000 tokens: a first byte that was late came with the tokens of two of eleven
+    streams, and the cache was thought to hold no more than those two."""
+    load, streams = with_streams(10)
+    late = load.place(prompt(1000), 30.0)
+    for stream in streams[:2]:
+        load.progress(stream, 10, 32.0)
+    assert load.work.stalled() == 0
+    load.first_byte(late, 32.01)
+    assert load.room.space.limit_tokens == math.inf
+    for at in (32.02, 34.0):
+        for stream in streams[2:]:
+            load.progress(stream, 10, at)
+    assert load.work.stalled() == 0, "the first two may follow"
+    for stream in streams[2:]:
+        load.progress(stream, 10, 36.0)
+    assert load.work.stalled() == 2
+
+
+@pytest.mark.parametrize(("running", "lanes"), [(12, 6.0), (9, 1.0), (None, 6.0)])
+def test_a_queue_reported_before_the_engine_counted_a_request_shows_no_parallel_prefills(
+    running: int | None, lanes: float
+) -> None:
+    """vLLM counts a request, as running or waiting, when its next step begins. Prefills that share a step are not
+    parallel; with 5 reports the room of an endpoint grew until it had a hundred requests in its queue."""
+    load, streams = with_streams(9)
+    load.room.lanes.learn_delay(0.0)
+    for n in range(3):
+        load.place(prompt(5000 + n), 31.0)
+    assert load.work.in_flight == len(streams) + 3
+    for n in range(MIN_REPORTS):
+        metrics = LoadMetrics(scraped_at=31.0 + n / 1000, waiting=0, running=running, kv_utilization=0.2)
+        load.queue_reported(metrics, 40.0)
+    assert load.room.lanes.lanes == lanes
+    load.queue_reported(LoadMetrics(scraped_at=31.1, waiting=0, running=running, kv_utilization=0.2), 40.0)
+    assert load.room.lanes.lanes == lanes, "as many reports again before it grows again"
 
 
 def test_reports_of_the_engine_count_more_than_stalls() -> None:

@@ -57,8 +57,9 @@ def test_a_queue_that_stays_long_is_overload_until_it_is_short() -> None:
     assert not observe(1, 1.0)
 
 
-def waiting(queue: WaitingQueue, flow: Flow, name: str, at: float) -> Ticket:
-    ticket = Ticket(InferenceRequest(name, MODEL, True, 100, 400), at, at + 30.0, frozenset())
+def waiting(queue: WaitingQueue, flow: Flow, name: str, at: float, priority: int = 0) -> Ticket:
+    request = InferenceRequest(name, MODEL, True, 100, 400, (), None, priority)
+    ticket = Ticket(request, at, at + 30.0, frozenset())
     ticket.flow = flow
     queue.push(ticket)
     return ticket
@@ -79,3 +80,32 @@ def test_under_overload_no_flow_has_a_turn_with_what_waited_in_vain_before_what_
     queue.late_s = 5.0
     assert order()[0] in {"new", "b3"}
     assert order()[-1] == "old"
+
+
+def test_only_what_is_too_much_for_the_endpoints_is_served_newest_first() -> None:
+    """A priority whose requests, with those above it, are few has no overload: its oldest are not served last."""
+    flows, queue = Flows(FlowsSettings()), WaitingQueue(AdmissionSettings())
+    flow = flows.of("one", 0.0)
+    for n in range(3):
+        waiting(queue, flow, f"high{n}", 1.0 + n, 1)
+        waiting(queue, flow, f"low{n}", 1.0 + n, -1)
+
+    def order() -> list[str]:
+        return [ticket.request.id for ticket in queue.in_order(lambda _: 100.0, flows, 10.0)]
+
+    in_age = ["high0", "high1", "high2", "low0", "low1", "low2"]
+    assert order() == in_age
+    queue.late_s, queue.in_time = 5.0, 3
+    assert [queue.overloaded(priority) for priority in (1, 0, -1)] == [False, False, True]
+    assert order() == [*in_age[:3], "low2", "low1", "low0"]
+    new = Ticket(InferenceRequest("new", MODEL, True, 100, 400, (), None, 1), 10.0, 40.0, frozenset())
+    new.flow = flow
+    assert queue.share_before(new) == pytest.approx(3 / 6), "behind those of its priority, which are not overtaken"
+    queue.in_time = 2
+    assert order()[:3] == ["high2", "high1", "high0"]
+    assert queue.share_before(new) == pytest.approx(1 / 6)
+
+
+def test_so_many_are_in_time_as_leave_within_half_of_what_is_too_long() -> None:
+    assert of_one_a_second().in_time(8.0) == 4
+    assert QueueOverload().in_time(8.0) == 0

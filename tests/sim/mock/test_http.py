@@ -493,7 +493,7 @@ def test_fixed_times() -> None:
         times = [loop.time() - begin async for chunk in stream if chunk.choices[0].text]
         assert len(times) == 9
         assert times[0] >= 0.2
-        assert times[-1] - times[0] >= 0.07
+        assert times[-1] >= 0.27  # not from the first one on, which a busy machine may read late
 
     run(test, MockOptions(ttft=10.0, token_time=0.5, speed=50.0))
 

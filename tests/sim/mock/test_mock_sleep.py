@@ -18,10 +18,16 @@ from tests.support.aio import run, until
 BODY = {"model": "sim", "prompt": "x", "max_tokens": 4}
 
 
-def drive(test: Callable[[MockServer, httpx.AsyncClient], Awaitable[None]], **options: Any) -> None:
+SLOW = 4.0
+"""At this speed 400 tokens take so long that a busy machine sees them run."""
+
+
+def drive(
+    test: Callable[[MockServer, httpx.AsyncClient], Awaitable[None]], speed: float = 100.0, **options: Any
+) -> None:
     async def main() -> None:
         async with (
-            MockServer(MockOptions(sleep_mode=True, speed=100.0, **options)) as server,
+            MockServer(MockOptions(sleep_mode=True, speed=speed, **options)) as server,
             httpx.AsyncClient(base_url=server.url, timeout=30) as client,
         ):
             await test(server, client)
@@ -62,7 +68,7 @@ def test_what_runs_is_finished_or_ended(mode: str, status: int) -> None:
         assert (await asked).status_code == status
         assert await sleeps(client)
 
-    drive(test)
+    drive(test, SLOW)
 
 
 def test_it_says_that_it_sleeps_while_it_waits_for_what_runs() -> None:
@@ -76,7 +82,7 @@ def test_it_says_that_it_sleeps_while_it_waits_for_what_runs() -> None:
         await told
         assert server.sleep.sleeps == 1
 
-    drive(test)
+    drive(test, SLOW)
 
 
 def test_level_two_wakes_by_its_parts() -> None:
