@@ -51,7 +51,7 @@ HTTP = httpx.Client(verify=False, limits=httpx.Limits(max_keepalive_connections=
 """A connection for each question; `httpx.get` would also read the machine's certificates each time, for 20 ms."""
 
 
-def wait(condition: Callable[[], object], what: str, within_s: float = 20.0) -> float:
+def wait(condition: Callable[[], object], what: str, within_s: float = 60.0) -> float:
     """Seconds until it came true."""
     began = time.monotonic()
     while not condition():

@@ -32,7 +32,7 @@ def test_t06_reset_in_mid_stream(rig: Rig) -> None:
             results = load.wait()
         case.expect("explicit errors", how_many(results, "told", "cut", "reset"), at_least=count)
         case.expect("SF", silent(results), at_most=0)
-        case.expect("events before it", min(one.events for one in results), at_least=20)
+        case.expect("events before it", min(one.events for one in results), at_least=19)  # a reset may overtake one
         case.time("error after the last event, p50", sorted(one.gap_s for one in results)[count // 2], at_most=0.1)
         print(told(results))
 

@@ -94,7 +94,7 @@ def test_t18_slow_requests(rig: Rig) -> None:
         with rig.load(proxy, workers=16, rate=4.0, tokens=5, streams=0.5) as load:
             load.until(good=30)
             with crowd(rig, proxy, "heads", count) as heads, crowd(rig, proxy, "bodies", count) as bodies:
-                wait(lambda: len(heads.ended()) == len(bodies.ended()) == count, "all were closed", 30)
+                wait(lambda: len(heads.ended()) == len(bodies.ended()) == count, "all were closed", 90)
                 grown = proxy.rss_mib() - before
                 case.time("heads closed after, last", max(heads.ended()), at_most=2.0 + 1.2)
                 case.time("bodies closed after, last", max(bodies.ended()), at_most=3.0 + 1.2)
@@ -125,7 +125,7 @@ def test_t19_slow_readers(rig: Rig) -> None:
         before, kernel = proxy.rss_mib(), kernel_tcp_mib()
         with crowd(rig, proxy, "readers", count):
             wait(lambda: len(source.sent) >= count, "they are there", 60)
-            wait(lambda: still(source), "every source stands still", 30)
+            wait(lambda: still(source), "every source stands still", 90)
             grown, kernel_grown = proxy.rss_mib() - before, kernel_tcp_mib() - kernel
             began = time.monotonic()
             time.sleep(1.0)

@@ -105,7 +105,7 @@ def test_t23_hot_restart(rig: Rig) -> None:
                 if n == 0:
                     code = proxy.process.process.wait(30)
                     case.expect("exit code of the first", code, at_least=0, at_most=0)
-                wait(lambda: not running(old), f"restart {n}: the old one is gone", 30)  # noqa: B023
+                wait(lambda: not running(old), f"restart {n}: the old one is gone", 90)  # noqa: B023
                 (proxy.pid,) = of_config(rig.config)
         case.figure("restarts", times)
         for load in (kept, long, fresh):

@@ -108,7 +108,7 @@ def test_check_says_what_is_wrong_with_a_certificate_and_never_the_key(tmp_path:
             ):
                 config.write_text(text % tls)
                 with Process("check", "--config", str(config)) as process:
-                    assert await asyncio.to_thread(process.process.wait, 30) == code
+                    assert await asyncio.to_thread(process.process.wait, 90) == code
                     assert said in " ".join(process.read().split())
                     assert KEY not in process.output
                     assert "Traceback" not in process.output
@@ -125,7 +125,7 @@ def test_certificates_at_start_and_at_reload(tmp_path: Path) -> None:
             entry = f"{{url: '{server.url}', name: gpu, tls: {{ca: ca.pem}}}}"
             config.write_text(f"endpoints: [{entry}]\n")
             with Process("--config", str(config)) as process:
-                assert await asyncio.to_thread(process.process.wait, 30) == 2
+                assert await asyncio.to_thread(process.process.wait, 90) == 2
                 assert "endpoints[0].tls.ca: expected a file of certificates, but it cannot be read" in process.read()
             (tmp_path / "ca.pem").write_text(CA.read_text())
             async with (

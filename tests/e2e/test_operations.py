@@ -226,7 +226,7 @@ def test_restarts_are_not_noticed(fleet: list[str], tmp_path: Path) -> None:
             assert clients.failed == []
             *_, last = await asyncio.to_thread(list, stream)
             assert last.choices[0].finish_reason == "length"
-        assert await asyncio.to_thread(process.process.wait, 30) == 0, "the first has ended"
+        assert await asyncio.to_thread(process.process.wait, 90) == 0, "the first has ended"
         assert draining(admin) == [number == 1 for number in range(len(fleet))]
         os.kill(pid, signal.SIGTERM)
         await until(lambda: stops(process) == 4, "all four have stopped")
@@ -270,7 +270,7 @@ def test_who_handed_over_waits_for_its_streams_until_it_is_told_to_stop(tmp_path
                 finish.set()
                 received += await asyncio.to_thread(list, stream)
                 assert received[-1].choices[0].finish_reason == "length"
-        assert await asyncio.to_thread(process.process.wait, 30) == 0
+        assert await asyncio.to_thread(process.process.wait, 90) == 0
         began, cut = (str(line["message"]) for line in events(process, "stop"))
         assert began == "stopping: 1 running requests have up to 3600 s"
         assert cut == f"stopped: {int(then == 'SIGTERM')} requests were ended before they were complete"

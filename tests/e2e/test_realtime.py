@@ -121,7 +121,7 @@ async def check(folder: Path, connections: int, messages: int) -> None:
         await until(lambda: in_flight(admin) == len(rest) - killed, every_s=0.1)
         process.process.send_signal(signal.SIGTERM)
         codes = Counter(await asyncio.gather(*ends)) - codes
-        print(f"stopped: close codes {dict(codes)}, exit status {await asyncio.to_thread(process.process.wait, 30)}")
+        print(f"stopped: close codes {dict(codes)}, exit status {await asyncio.to_thread(process.process.wait, 90)}")
         assert codes == {1001: len(rest) - killed}
         statuses = Counter((one["status"], one["outcome"]) for one in process.lines("request"))
         print("log lines:", dict(statuses))

@@ -16,7 +16,7 @@ import uvloop
 T = TypeVar("T")
 
 
-def run(main: Coroutine[object, object, T], *, timeout_s: float = 60.0, plain: bool = False) -> T:
+def run(main: Coroutine[object, object, T], *, timeout_s: float = 120.0, plain: bool = False) -> T:
     """Run a test's body. Fails if a task or callback died unseen, also one that only the garbage collector finds.
 
     `plain`: on asyncio's own loop, as on systems without uvloop.
@@ -70,7 +70,7 @@ def virtually(main: Coroutine[object, object, T]) -> T:
 
 
 async def until(
-    condition: Callable[[], object], what: str = "", *, within_s: float = 15.0, every_s: float = 0.005
+    condition: Callable[[], object], what: str = "", *, within_s: float = 60.0, every_s: float = 0.005
 ) -> None:
     """Wait for something that must come true soon, however busy the machine is. `what` says it where the code does not.
 

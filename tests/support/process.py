@@ -64,7 +64,7 @@ class Process:
         self.output = self._raw.decode("utf-8", "replace")
         return self.output
 
-    def wait_for(self, pattern: str, *, within_s: float = 30.0) -> re.Match[str]:
+    def wait_for(self, pattern: str, *, within_s: float = 90.0) -> re.Match[str]:
         """Wait until the output matches; after `listens on`, until its workers accept connections too."""
         end = time.monotonic() + within_s
         if self._has_workers and "listens on" in pattern:
@@ -82,7 +82,7 @@ class Process:
         self.process.wait()
         _kill(*children)
 
-    def stop(self, number: int = signal.SIGTERM, *, within_s: float = 30.0) -> int:
+    def stop(self, number: int = signal.SIGTERM, *, within_s: float = 90.0) -> int:
         """Signal it and wait for its end; returns the exit code."""
         self.process.send_signal(number)
         code = self.process.wait(within_s)
