@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 BUILT := build/compiled
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: run help test test-tools chaos soak test-real test-clients test-loadgens check format lint types lock clean compiled bench-dashboard bench-overhead profile bench-routing \
+.PHONY: run help test test-tools chaos soak test-real test-clients test-loadgens check format lint types collected lock clean compiled bench-dashboard bench-overhead profile bench-routing \
         bench-routing-http bench-routing-real recording night wheels wheels-check wheels-test image-test sbom
 
 run: $(VENV)/.run
@@ -55,9 +55,10 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(LBPROXY_WORKERS) --dist works
 # Workers and the processes that tests start import from cached bytecode, also where the environment forbids to write it.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Types are checked while mypyc, too, uses one processor only. Two of the benchmarks' tests measure, and run by themselves.
+# Types are checked while mypyc, too, uses one processor only, and the tests are compiled (`collected`), or each of pytest's
+# workers would do that for itself. Two of the benchmarks' tests measure, and run by themselves.
 test: $(VENV)/.dev lint
-	$(MAKE) --no-print-directory --jobs 2 --output-sync types $(BUILT)/.made
+	$(MAKE) --no-print-directory --jobs 2 --output-sync types $(BUILT)/.made collected
 	$(PYTEST) --numprocesses $(firstword $(filter 1 2 3,$(LBPROXY_WORKERS)) 4) -m "not (core and hypothesis)" \
 	    $(addprefix --ignore=,$(FLEETS)) $(AS_PYTHON) $(REPLACING)
 	cd $(BUILT) && ../../$(PYTEST) -p no:cacheprovider $(SOCKETS) tests/core $(FLEETS) tests/benchmarks \
@@ -92,6 +93,9 @@ lint: $(VENV)/.dev
 
 types: $(VENV)/.dev
 	$(BIN)/mypy --no-error-summary
+
+collected: $(VENV)/.dev
+	$(BIN)/python -m pytest --collect-only --quiet > /dev/null
 
 # Real vLLM servers on CPU, in an environment of their own (.real, 2.5 GB): docs/testing.md.
 test-real: $(VENV)/.dev

@@ -421,13 +421,10 @@ class Balancer:
 
     def _consider(self, ticket: Ticket, now: float, in_turn: bool = True) -> None:
         """Place the ticket, close it if waiting cannot help, or leave it waiting."""
-        self._dispatcher.note_order(ticket, in_turn)
+        if self._pool is not None and self._pool.held:
+            self._pool.share_ahead = self._queue.share_before(ticket)
         chosen = self._choice.choose(ticket, now=now, in_turn=in_turn)
         if isinstance(chosen, EndpointState):
-            if not in_turn and self._queue.has_above(ticket.request.priority):
-                self._dispatcher.offer_first(chosen, ticket, now, self._consider, self._changed)
-                self._consider(ticket, now)
-                return
             self._place(ticket, chosen, now)
         elif isinstance(chosen, Outcome):
             self._end(ticket, chosen)

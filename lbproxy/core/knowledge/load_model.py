@@ -32,6 +32,10 @@ FREE_SHARE: Final = 0.75
 """An engine that uses at most this share of its limit of requests starts another one at once."""
 
 
+STEP_S: Final = 1.0
+"""An engine's step takes no longer."""
+
+
 class LoadModel:
     """The load model of one endpoint."""
 
@@ -81,10 +85,13 @@ class LoadModel:
 
     # Its room
 
-    def wait_ms(self, now: float) -> float:
-        """How long a request that is placed here now waits before its own prefill begins, in milliseconds."""
+    def wait_ms(self, now: float, held: float = 0.0, tokens: float = 0.0) -> float:
+        """How long a request that is placed here now, or after `held` more with `tokens` of prefill work, waits before
+        its own prefill begins, in milliseconds.
+        """
         room = self.room
-        return max(self.prefill_ms(now), room.slots.wait_ms(self.work.in_flight + room.others.requests(now), now))
+        prefill_ms = self.prefill_ms(now) + self.speed.prefill_ms(tokens) / room.lanes.lanes
+        return max(prefill_ms, room.slots.wait_ms(self.work.in_flight + held + room.others.requests(now), now))
 
     def longest_wait_s(self, now: float) -> float:
         """How long a request that is placed here now may have to wait for a slot; 0 if there is certainly one."""
@@ -359,10 +366,15 @@ class LoadModel:
         if metrics.waiting is None:
             return
         at, pending = metrics.scraped_at, self.work.pending
-        # An engine counts a request when its next step begins: what is in neither gauge yet shows nothing.
-        unseen = 0 if metrics.running is None else max(0, self.work.in_flight - int(metrics.running + metrics.waiting))
-        seen_ms = self.prefill_ms(at) - self.speed.prefill_ms(self.work.last_tokens(unseen)) / self.room.lanes.lanes
-        self.room.lanes.learn_lanes(metrics.waiting, len(pending) - unseen, full=seen_ms > HOLD_MS, at=at)
+        seen, full = len(pending), self.prefill_ms(at) > HOLD_MS
+        if metrics.running is not None and metrics.waiting < 1.0 and full:
+            # An engine counts a request when its next step begins: what is in neither gauge yet shows nothing.
+            unseen = min(self.work.in_flight - int(metrics.running), self.work.placed_since(at - STEP_S))
+            if unseen > 0:
+                seen -= unseen
+                unseen_ms = self.speed.prefill_ms(self.work.last_tokens(unseen)) / self.room.lanes.lanes
+                full = self.prefill_ms(at) - unseen_ms > HOLD_MS
+        self.room.lanes.learn_lanes(metrics.waiting, seen, full=full, at=at)
         explained = sum(one.late_at > at for one in pending) + self.adapters.waiting_requests()
         cache, slots = metrics.kv_utilization or 0.0, self.room.slots
         slots.learn_limit(metrics.waiting, metrics.running, explained, cache=cache, until=fresh_until)

@@ -70,8 +70,6 @@ class PoolModel:
         self.share_ahead = -1.0
         """The share of held requests that precedes the request being priced; below 0: those with less work precede
         it."""
-        self.is_preferred = False
-        """It is the turn of the request being priced, and requests of a lower priority take what it leaves."""
         self.others = MeanOthers()
         """The mean load of other clients, over the endpoints that report it."""
         self.samples = Samples()

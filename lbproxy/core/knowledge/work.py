@@ -21,8 +21,6 @@ from lbproxy.core.knowledge.speed import Speed
 
 STALLED_S: Final = 0.6
 """More than twice the time between two reports of progress, and many times that between two tokens."""
-SAME_STEP_S: Final = 0.05
-"""Reports of progress that are no further apart may be of one step of the engine."""
 RECENT_S: Final = 180.0
 """The time constant of `Work.recent_tokens`."""
 
@@ -75,7 +73,8 @@ class Work:
         self._streamed_at = 0.0
         """The latest progress of all."""
         self._step_at = self._step_before_at = 0.0
-        """The first progress in the latest step of the engine, and in the one before."""
+        """The first progress in the latest step of the engine, and in the one before. A step begins when a stream has
+        progress that had some in the one before."""
 
     # Reading
 
@@ -86,6 +85,10 @@ class Work:
     def recent_tokens(self, now: float) -> float:
         """Prefill work placed here recently, with a time constant of three minutes."""
         return self._recent * math.exp((self._recent_at - now) / RECENT_S)
+
+    def placed_since(self, since: float) -> int:
+        """How many of the pending requests were placed after that. O(their number)."""
+        return sum(1 for _ in takewhile(lambda one: one.placed_at > since, reversed(self.pending)))
 
     def last_tokens(self, count: int) -> float:
         """The prefill work of the last `count` pending requests. O(count)."""
@@ -139,7 +142,7 @@ class Work:
         """Count `tokens` more of its response."""
         self._streams.pop(placement, None)
         self._streams[placement] = None
-        if now > self._streamed_at + SAME_STEP_S:
+        if self._step_at <= placement.reported_at < NEVER:  # it was in this step already
             self._step_before_at, self._step_at = self._step_at, now
         self._streamed_at = now
         self.context_tokens += tokens

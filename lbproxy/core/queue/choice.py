@@ -37,6 +37,7 @@ TEST_S: Final = 1.0
 """A request that would be refused because it cannot meet its deadline is placed all the same if this much time passed
 without such a test: a prediction that refuses requests must be tested, as refused requests teach nothing."""
 
+NOTHING_HELD: Final[list[float]] = [0.0, 0.0]
 Chosen: TypeAlias = EndpointState | Outcome | Wait
 """Where to place a ticket, or how it ends, or why it waits."""
 
@@ -333,8 +334,8 @@ class Choice:
             index = self._by_deadline(ticket, index, candidates, prices, now)
             if index < 0:
                 return Outcome.TOO_LATE
-        if self.holds and candidates[0].load.pool.is_preferred:
-            index = self._taken_at_once(index, candidates, prices, now)
+        if ticket.held_ahead is not None and self.holds:
+            index = self._taken_at_once(ticket, index, candidates, prices, now)
         if isinstance(prices, SplitPrices):
             ticket.decode_on = prices.partner(candidates[index])
         if self.holds and prices.waits_ms is not None:
@@ -370,21 +371,27 @@ class Choice:
             return Wait.BEHIND
         return Wait.BUSY if min(prices.waits_ms) > HOLD_MS else Wait.HELD
 
-    def _taken_at_once(self, index: int, candidates: Sequence[EndpointState], prices: Prices, now: float) -> int:
-        """Where a request goes whose turn it is, before requests of a lower priority. `index`: of its lowest cost.
+    def _taken_at_once(
+        self, ticket: Ticket, index: int, candidates: Sequence[EndpointState], prices: Prices, now: float
+    ) -> int:
+        """Where a request goes whose turn it is, before others that wait. `index`: of its lowest cost.
 
-        A price includes what a placement costs others, so it may be best to wait for a full endpoint. But an endpoint
-        with room that it leaves goes to the less important requests: it takes that if its own first token comes no
-        later.
+        A price includes what a placement costs others, so it may be best to wait for a full endpoint. But the room that
+        it leaves goes to those others: it takes that if its own first token comes no later.
         """
-        if prices.waits_ms is None or prices.work_tokens is None or not self.policy.is_full(candidates[index], now):
+        best, works, adapter = candidates[index], prices.work_tokens, ticket.request.model or ""
+        comparable = not isinstance(prices, SplitPrices) and ticket.request.prompt_bytes > 0
+        waits = not best.endpoint.is_elastic and best.health is not Health.DOWN and self.policy.is_full(best, now)
+        if works is None or ticket.held_ahead is None or not (comparable and waits):
             return index
-        costs, waits, work = prices.costs, prices.waits_ms, prices.work_tokens
-        latest_ms = candidates[index].load.speed.first_byte_ms(waits[index], work[index], now)
-        for n in sorted(range(len(costs)), key=costs.__getitem__):
+        held, tokens = ticket.held_ahead.get(best.endpoint.uid, NOTHING_HELD)
+        latest_ms = best.load.speed.first_byte_ms(best.load.wait_ms(now, held, tokens), works[index], now)
+        has_adapter = best.load.adapters.is_loaded(adapter, now)
+        for n in sorted(range(len(works)), key=prices.costs.__getitem__):
             load = candidates[n].load
-            in_time = load.speed.first_byte_ms(load.wait_ms(now), work[n], now) <= latest_ms  # nothing is before it
-            if costs[n] < inf and in_time and not self.policy.is_full(candidates[n], now):
+            is_as_good = prices.costs[n] < inf and (not has_adapter or load.adapters.is_loaded(adapter, now))
+            in_time = load.speed.first_byte_ms(load.wait_ms(now), works[n], now) <= latest_ms
+            if is_as_good and in_time and not self.policy.is_full(candidates[n], now):
                 return n
         return index
 

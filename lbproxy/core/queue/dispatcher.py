@@ -34,11 +34,12 @@ MAX_PRICED: Final = 32
 """Waiting requests that are priced at a time; if there are more, other work of the event loop gets a turn between."""
 MAX_MOVES: Final = 6
 """Of these, and of each priority, requests held for other endpoints that may do better at an endpoint with room."""
+MAX_ALL_MOVES: Final = 2 * MAX_MOVES
+"""The same of all priorities: those that are held for an endpoint with room have to get their turn, too."""
 LATE_SHARE: Final = 0.8
 """Under overload, requests that have waited for this share of what is too long will be late when they are served."""
 PRICE_AGAIN_S: Final = 0.05
-"""How long after its last price a request that is held for another endpoint is priced again at the earliest, if none of
-a lower priority would take its place."""
+"""How long after its last price a request that is held for another endpoint is priced again at the earliest."""
 TIMEOUT_PARTS: Final = 6.0
 """The queue is too long if its last request would wait for a sixth of the queue timeout: 5 s by default. Where longer
 waits are configured, late responses are preferred to refusals."""
@@ -46,29 +47,47 @@ ROUNDING_S: Final = 1e-6
 """So that rounding does not wake an endpoint just before it has room."""
 
 
-class _Moves:
-    """Which requests that are held for other endpoints are considered for those with room: a few of each priority, and
-    not again soon, unless requests of a lower priority would take their place.
-    """
+class _Turns:
+    """One pass through the queue, in the order of service."""
 
-    __slots__ = ("_again_s", "_dispatcher", "_left", "_priority")
+    __slots__ = ("_all_left", "_classes", "_held", "_left", "_priority", "_reached")
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self._dispatcher = dispatcher
+    def __init__(self, queue: WaitingQueue) -> None:
+        self._classes = queue.classes()
+        self._held: dict[EndpointUid, list[float]] = {}
+        self._reached: Ticket | None = None
         self._priority: int | None = None
-        self._left = 0
-        self._again_s = 0.0
+        self._left, self._all_left = MAX_MOVES, MAX_ALL_MOVES
 
-    def take(self, ticket: Ticket, now: float) -> bool:
-        """Whether to consider one more, which is counted then."""
-        priority = ticket.request.priority
-        if priority != self._priority:
-            self._priority, self._left = priority, MAX_MOVES
-            self._again_s = 0.0 if self._dispatcher.is_preferred(ticket) else PRICE_AGAIN_S
-        if self._left <= 0 or now - ticket.priced_at < self._again_s:
+    def reached(self, ticket: Ticket) -> None:
+        """Note the next ticket, and where the one before it is held now."""
+        before, self._reached = self._reached, ticket
+        if ticket.request.priority != self._priority:
+            self._priority, self._left = ticket.request.priority, MAX_MOVES
+        if self._classes is None or before is None or before.best is None or before.state is not TicketState.WAITING:
+            return
+        held = self._held.setdefault(before.best.endpoint.uid, [0.0, 0.0])
+        held[0] += 1.0
+        held[1] += before.best_tokens
+
+    def may_move(self, ticket: Ticket, now: float) -> bool:
+        """Whether to consider a ticket that is held for another endpoint than those with room; then it counts."""
+        if self._left <= 0 or self._all_left <= 0 or now - ticket.priced_at < PRICE_AGAIN_S:
             return False
         self._left -= 1
+        self._all_left -= 1
         return True
+
+    def held_ahead(self, ticket: Ticket) -> dict[EndpointUid, list[float]] | None:
+        """See Ticket."""
+        if self._classes is None:
+            return None
+        request = ticket.request
+        flows = self._classes.get(request.model)
+        if flows is None:
+            return None
+        others = len(flows[request.priority]) > 1 if request.priority in flows else False
+        return self._held if others or min(flows) < request.priority else None
 
 
 class Dispatcher:
@@ -88,8 +107,6 @@ class Dispatcher:
         self._next_wake: dict[EndpointUid, float] = {}
         """The valid entries."""
         self._overload = QueueOverload()
-        self._offered_to: int | None = None
-        """The priority of a new request to which an endpoint goes if no waiting one takes it."""
 
     def reconfigure(self, admission: AdmissionSettings, pool: PoolModel | None) -> None:
         """Apply other settings, and perhaps other models of the endpoints: waiting requests are considered again."""
@@ -259,11 +276,12 @@ class Dispatcher:
         consider: Callable[[Ticket, float], None],
         changed: list[Ticket],
     ) -> None:
-        left, moved, moves = MAX_PRICED, False, _Moves(self)
+        left, moved, turns = MAX_PRICED, False, _Turns(self._queue)
         lowest = min((state.endpoint.tier for state in with_room.values()), default=0)
         stuck: set[tuple[str | None, frozenset[EndpointUid], int, bool]] = set()
         work = least_work(self._pool.least_work, now) if self._by_work and self._pool is not None else None
         for ticket in self._queue.in_order(work, self._flows, now):
+            turns.reached(ticket)
             request, best = ticket.request, ticket.best
             key = (request.model, ticket.avoid, request.max_tier, ticket.is_overdue)
             if best is None or (everything and self._is_unavailable(best, key[0])):
@@ -272,7 +290,7 @@ class Dispatcher:
             elif best.endpoint.uid not in with_room:
                 if best.endpoint.tier < lowest and not (ticket.is_overdue and lowest <= request.max_tier):
                     continue
-                if not moves.take(ticket, now):
+                if not turns.may_move(ticket, now):
                     continue
             left -= 1
             if left < 0:  # the rest in another turn, if that may place any
@@ -281,7 +299,9 @@ class Dispatcher:
                     self._all_woken = self._all_woken or everything
                 return
             self.release(ticket)
+            ticket.held_ahead = turns.held_ahead(ticket)
             consider(ticket, now)
+            ticket.held_ahead = None
             moved = moved or ticket.best is not best
             if ticket.state is TicketState.WAITING:
                 self._reserve(ticket, now)
@@ -298,32 +318,6 @@ class Dispatcher:
                 with_room.pop(placed_on.endpoint.uid, None)
             if not with_room and not everything:
                 return
-
-    def offer_first(
-        self,
-        state: EndpointState,
-        ticket: Ticket,
-        now: float,
-        consider: Callable[[Ticket, float], None],
-        changed: list[Ticket],
-    ) -> None:
-        """Have waiting requests considered for an endpoint to which a new one of a lower priority would go."""
-        self._offered_to = ticket.request.priority
-        self.wake(state)
-        self.serve(now, consider, changed)
-        self._offered_to = None
-
-    def note_order(self, ticket: Ticket, in_turn: bool) -> None:
-        """Tell the model, for the ticket's price, which waiting requests precede and follow it."""
-        if self._pool is not None:
-            if self._pool.held:
-                self._pool.share_ahead = self._queue.share_before(ticket)
-            self._pool.is_preferred = in_turn and self.is_preferred(ticket)
-
-    def is_preferred(self, ticket: Ticket) -> bool:
-        """Whether what `ticket` leaves goes to requests of a lower priority."""
-        priority, lower = ticket.request.priority, self._offered_to
-        return (lower is not None and lower < priority) or self._queue.has_below(priority)
 
     def serve_one(self, ticket: Ticket, now: float, consider: Callable[[Ticket, float], None]) -> bool:
         """Have one waiting request considered. Returns whether it stopped waiting."""

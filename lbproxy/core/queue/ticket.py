@@ -87,6 +87,9 @@ class Ticket:
     priced_at: float = LONG_AGO
     reservation: tuple[Reservations, float, float] | None = None
     """Its reservation at `best`: the reservations there, its work, its tokens."""
+    held_ahead: dict[EndpointUid, list[float]] | None = None
+    """Set while it is its turn, if what it leaves goes to requests of a lower priority or of other flows: the requests
+    before it that are held, and their prefill work there, by endpoint."""
     retry_after_s: float | None = None  # when there will be room, if it closed for lack of it
     work_tokens: float = 0.0
     """While WAITING: the least prefill work that it would be at any endpoint, as of `work_at`."""

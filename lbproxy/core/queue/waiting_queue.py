@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import chain
 from math import inf
-from typing import Final
+from typing import Final, TypeAlias
 
 from lbproxy.config.sections.routing import AdmissionSettings
 from lbproxy.core.queue.flow import Flow
@@ -37,6 +37,7 @@ NEWEST_FIRST_S: Final = 1.0
 can still be served in time."""
 HEAVY_SHARE: Final = 0.5
 """As a share of its fair share of waiting requests: a flow with at least this many is one that overloads the queue."""
+Classes: TypeAlias = dict[str | None, dict[int, set[Flow]]]
 FAIR_TICKETS: Final = 256
 """Tickets of a priority that take turns by their flows; no caller reads that far."""
 
@@ -80,8 +81,8 @@ class WaitingQueue:
         """A heap of the tickets with a deadline of their own, some of which have left."""
         self._bytes = 0
         self._ready = 0
-        self.waking = 0
-        """Tickets that began to wait for an endpoint that is asleep: they show no overload."""
+        self._waking: dict[int, int] = {}
+        """By priority: tickets that began to wait for an endpoint that is asleep. They show no overload."""
 
     def _take_limits(self, settings: AdmissionSettings) -> None:
         self._max_requests = settings.queue_requests
@@ -110,6 +111,11 @@ class WaitingQueue:
         return self._ready
 
     @property
+    def waking(self) -> int:
+        """How many began to wait for an endpoint that is asleep."""
+        return sum(self._waking.values())
+
+    @property
     def bytes(self) -> int:
         """Body bytes of all waiting requests."""
         return self._bytes
@@ -126,7 +132,8 @@ class WaitingQueue:
         """Whether the newest requests of this priority are served first."""
         if self.late_s == inf or len(self._by_priority) <= 1:
             return self.late_s < inf
-        return sum(_ready(queues) for one, queues in self._by_priority.items() if one >= priority) > self.in_time
+        before = sum(_ready(queues) for one, queues in self._by_priority.items() if one >= priority)
+        return before - sum(count for one, count in self._waking.items() if one >= priority) > self.in_time
 
     def push(self, ticket: Ticket, *, parked: bool = False) -> list[Ticket]:
         """Add a ticket. Returns the tickets to be closed: none, itself, or less important ones.
@@ -151,7 +158,8 @@ class WaitingQueue:
             queue.ready[key] = ticket
             self._ready += 1
         self._bytes += request.body_bytes
-        self.waking += ticket.wait is Wait.WAKING
+        if ticket.wait is Wait.WAKING:
+            self._waking[request.priority] = self._waking.get(request.priority, 0) + 1
         if request.deadline is not None:
             heappush(self._own_deadlines, (ticket.expires_at, key, ticket))
         return shed
@@ -202,7 +210,8 @@ class WaitingQueue:
         if self._tickets.pop(key, None) is None:
             return
         self._bytes -= request.body_bytes
-        self.waking -= ticket.wait is Wait.WAKING
+        if ticket.wait is Wait.WAKING:
+            self._waking[request.priority] -= 1
         flow = _flow(ticket)
         flow_queues = self._by_priority[request.priority]
         queue = flow_queues[flow]
@@ -234,28 +243,41 @@ class WaitingQueue:
         """
         late_at = now - self.late_s
         for priority in sorted(self._by_priority, reverse=True):
-            newest_first = self.overloaded(priority)
+            by_flow = self._by_priority.get(priority, {})
+            least = self._least_heavy(by_flow) if self.overloaded(priority) else inf
             queues = [
-                (flow, _sorted(queue.ready.values(), work, now, newest_first=newest_first))
-                for flow, queue in self._by_priority.get(priority, {}).items()
+                (flow, _sorted(queue.ready.values(), work, now, newest_first=len(queue.ready) >= least))
+                for flow, queue in by_flow.items()
             ]
             if len(queues) == 1:
                 yield from queues[0][1]
-            elif not newest_first:
+            elif least == inf:
                 yield from _in_turn(queues, flows, now)
-            else:  # no flow's turn comes for a request that waited in vain while another flow's request is in time
-                late = [(flow, [one for one in queue if one.submitted_at < late_at]) for flow, queue in queues]
-                in_time = [(flow, [one for one in queue if one.submitted_at >= late_at]) for flow, queue in queues]
+            else:  # no heavy flow's turn comes for what waited in vain while another flow's request is in time
+                in_time, late = [], []
+                for flow, queue in queues:
+                    since = late_at if len(queue) >= least else -inf
+                    in_time.append((flow, [one for one in queue if one.submitted_at >= since]))
+                    late.append((flow, [one for one in queue if one.submitted_at < since]))
                 yield from _in_turn(in_time, flows, now)
                 yield from _in_turn(late, flows, now)
 
-    def has_below(self, priority: int) -> bool:
-        """Whether a request of a lower priority is ready."""
-        return any(one < priority and _ready(flow_queues) for one, flow_queues in self._by_priority.items())
+    @staticmethod
+    def _least_heavy(by_flow: Mapping[Flow, _FlowQueue]) -> float:
+        """How many ready requests a flow has at least that has its part in an overload: see `HEAVY_SHARE`."""
+        return HEAVY_SHARE * _ready(by_flow) / len(by_flow) if by_flow else inf
 
-    def has_above(self, priority: int) -> bool:
-        """Whether a request of a higher priority is ready."""
-        return any(one > priority and _ready(flow_queues) for one, flow_queues in self._by_priority.items())
+    def classes(self) -> Classes | None:
+        """The priorities and flows of ready requests, by model; None if all have the same. O(n)."""
+        if len(self._by_priority) == 1 and len(next(iter(self._by_priority.values()))) == 1:
+            return None
+        found: Classes = {}
+        for priority, flow_queues in self._by_priority.items():
+            for flow, queue in flow_queues.items():
+                for ticket in queue.ready.values():
+                    if ticket.wait is not Wait.WAKING:
+                        found.setdefault(ticket.request.model, {}).setdefault(priority, set()).add(flow)
+        return found
 
     def share_before(self, ticket: Ticket) -> float:
         """The share of ready tickets that precedes a new one, by priority and flow.
@@ -270,10 +292,8 @@ class WaitingQueue:
         if len(by_priority) == 1 and priority in by_priority:
             flow_queues = by_priority[priority]
             if flow in flow_queues:
-                fair_share = self._ready / len(flow_queues)
-                if len(flow_queues) == 1 or (
-                    self.late_s < inf and len(flow_queues[flow].ready) >= HEAVY_SHARE * fair_share
-                ):
+                is_heavy = len(flow_queues[flow].ready) >= self._least_heavy(flow_queues)
+                if len(flow_queues) == 1 or (self.late_s < inf and is_heavy):
                     return -1.0
         before = 0
         for one, flow_queues in by_priority.items():

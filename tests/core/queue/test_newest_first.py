@@ -109,3 +109,16 @@ def test_only_what_is_too_much_for_the_endpoints_is_served_newest_first() -> Non
 def test_so_many_are_in_time_as_leave_within_half_of_what_is_too_long() -> None:
     assert of_one_a_second().in_time(8.0) == 4
     assert QueueOverload().in_time(8.0) == 0
+
+
+def test_a_flow_with_few_requests_keeps_its_turns_for_those_that_waited_long() -> None:
+    """It is not what overloads the endpoints: after a time in which nothing could be placed, its requests are next."""
+    flows, queue = Flows(FlowsSettings()), WaitingQueue(AdmissionSettings())
+    light, heavy = flows.of("light", 0.0), flows.of("heavy", 0.0)
+    waiting(queue, light, "old", 0.0)
+    waiting(queue, light, "new", 9.0)
+    for n in range(20):
+        waiting(queue, heavy, f"h{n}", 8.0 + n / 100)
+    queue.late_s = 5.0
+    order = [ticket.request.id for ticket in queue.in_order(lambda _: 100.0, flows, 10.0)]
+    assert order.index("old") < order.index("new") < 5

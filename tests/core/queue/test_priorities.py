@@ -6,24 +6,28 @@ A new pool assumes .1 ms a token, so an endpoint is full with 2,500 tokens of pr
 
 from __future__ import annotations
 
+import pytest
+
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints.endpoint import Endpoint
+from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest
-from tests.support.pool import MODEL, pool_of
+from tests.support.pool import MODEL, card, pool_of
 
 STREAMS = 60
 """At the second endpoint: each has to wait for a prefill there, which is part of its price."""
 
 
-def ask(tokens: int, priority: int = 0, keys: tuple[int, ...] = ()) -> InferenceRequest:
-    return InferenceRequest("r", MODEL, True, 4 * tokens, 4 * tokens, keys, None, priority)
+def ask(
+    tokens: int, priority: int = 0, keys: tuple[int, ...] = (), *, flow: str = "a", model: str = MODEL
+) -> InferenceRequest:
+    return InferenceRequest("r", model, True, 4 * tokens, 4 * tokens, keys, None, priority, flow=flow)
 
 
-def with_a_busy_endpoint() -> tuple[Balancer, list[Endpoint], Ticket]:
-    """Two endpoints, of which the second has many streams, and the first a long prefill: the ticket."""
-    balancer, endpoints = pool_of(2, policy="adaptive")
+def with_streams(balancer: Balancer, endpoints: list[Endpoint]) -> Ticket:
+    """The second endpoint has many streams, and the first a long prefill: its ticket."""
     first, second = endpoints
     balancer.drain(first.uid)
     for _ in range(STREAMS):
@@ -33,7 +37,35 @@ def with_a_busy_endpoint() -> tuple[Balancer, list[Endpoint], Ticket]:
     prefill = balancer.submit(ask(6000), now=1.0)
     balancer.drain(second.uid, draining=False)
     assert prefill.placed_state.endpoint is first
-    return balancer, endpoints, prefill
+    return prefill
+
+
+def with_a_busy_endpoint() -> tuple[Balancer, list[Endpoint], Ticket]:
+    balancer, endpoints = pool_of(2, policy="adaptive")
+    return balancer, endpoints, with_streams(balancer, endpoints)
+
+
+def with_a_cached_prompt() -> tuple[Balancer, list[Endpoint], Ticket, tuple[int, ...]]:
+    """The first endpoint has it in its cache, and a long prefill: the ticket, and the prompt."""
+    balancer, endpoints, before = with_a_busy_endpoint()
+    keys = tuple(range(1, 41))
+    balancer.close(before, Outcome.COMPLETED, now=1.0)
+    balancer.drain(endpoints[1].uid)
+    cached = balancer.submit(ask(10_000, 1, keys), now=1.0)
+    balancer.first_byte(cached, now=2.0)
+    balancer.close(cached, Outcome.COMPLETED, now=2.0)
+    prefill = balancer.submit(ask(6000), now=2.0)
+    balancer.drain(endpoints[1].uid, draining=False)
+    return balancer, endpoints, prefill, keys
+
+
+def fill(balancer: Balancer, endpoints: list[Endpoint], tokens: int = 3000) -> Ticket:
+    """More than a quarter of a second of prefill for the second endpoint."""
+    balancer.drain(endpoints[0].uid)
+    prefill = balancer.submit(ask(tokens), now=1.0)
+    balancer.drain(endpoints[0].uid, draining=False)
+    assert prefill.placed_state.endpoint is endpoints[1]
+    return prefill
 
 
 def test_alone_a_request_waits_where_it_costs_others_less() -> None:
@@ -47,25 +79,60 @@ def test_alone_a_request_waits_where_it_costs_others_less() -> None:
 
 def test_a_less_important_request_does_not_take_the_endpoint_that_another_left() -> None:
     balancer, endpoints, _ = with_a_busy_endpoint()
+    prefill = fill(balancer, endpoints)
+    high, low = balancer.submit(ask(2000, 1), now=1.0), balancer.submit(ask(2000), now=1.0)
+    assert high.state is low.state is TicketState.WAITING
+    balancer.first_byte(prefill, now=1.2)
+    assert balancer.poll(now=1.2) == [high]
+    assert high.placed_state.endpoint is endpoints[1]
+
+
+@pytest.mark.parametrize("flow", ["a", "b"])
+def test_nor_does_a_request_of_another_flow_in_its_turn(flow: str) -> None:
+    balancer, endpoints, _ = with_a_busy_endpoint()
+    prefill = fill(balancer, endpoints)
+    first = balancer.submit(ask(2000, flow="a"), now=1.0)
+    balancer.submit(ask(2000, flow=flow), now=1.0)
+    balancer.first_byte(prefill, now=1.2)
+    assert (first in balancer.poll(now=1.2)) == (flow == "b"), "of one flow both wait where they cost less"
+
+
+def test_what_waits_for_another_model_takes_nothing() -> None:
+    balancer, endpoints = pool_of(3, policy="adaptive")
+    balancer.report_models(endpoints[2].uid, [card("other")])
+    with_streams(balancer, endpoints[:2])
+    balancer.submit(ask(60_000, model="other"), now=1.0)
+    low = balancer.submit(ask(100, model="other"), now=1.0)
+    prefill = fill(balancer, endpoints)
     high = balancer.submit(ask(2000, 1), now=1.0)
-    low = balancer.submit(ask(2), now=1.1)
-    assert high in balancer.poll(now=1.1)
-    assert high.placed_state.endpoint is endpoints[1], "it would have been the other's"
-    assert low.state in {TicketState.PLACED, TicketState.WAITING}
+    balancer.first_byte(prefill, now=1.2)
+    balancer.poll(now=1.2)
+    assert high.state is low.state is TicketState.WAITING
+
+
+def test_one_of_many_that_may_move_gets_its_turn() -> None:
+    """Six of a priority are priced at a time. The others follow 50 ms later, although lower ones wait all the time."""
+    balancer, endpoints, prefill, keys = with_a_cached_prompt()
+    prefill_there = fill(balancer, endpoints, 20_000)
+    cached = [balancer.submit(ask(10_000, 1, keys), now=2.0) for _ in range(8)]
+    odd = balancer.submit(ask(400, 1), now=2.0)
+    low = balancer.submit(ask(10_000, -1, keys), now=2.0)
+    balancer.first_byte(prefill_there, now=2.06)
+    for n in range(6):
+        balancer.poll(now=2.06 + n / 100)
+        balancer.report_scrape(endpoints[1].uid, LoadMetrics(scraped_at=2.06 + n / 100))
+    assert odd.placed_on is not None
+    assert odd.placed_on.endpoint is endpoints[1]
+    assert low.state is TicketState.WAITING
+    assert all(one.state is TicketState.WAITING for one in cached)
+    assert prefill.state is TicketState.PLACED
 
 
 def test_it_still_waits_where_its_own_first_token_comes_sooner() -> None:
-    balancer, endpoints, prefill = with_a_busy_endpoint()
-    keys = tuple(range(1, 41))
-    balancer.close(prefill, Outcome.COMPLETED, now=1.0)
-    balancer.drain(endpoints[1].uid)
-    cached = balancer.submit(ask(10_000, 1, keys), now=1.0)
-    balancer.first_byte(cached, now=2.0)
-    balancer.close(cached, Outcome.COMPLETED, now=2.0)
-    balancer.submit(ask(6000), now=2.0)
-    balancer.drain(endpoints[1].uid, draining=False)
-    high = balancer.submit(ask(10_000, 1, keys), now=2.0)
-    low = balancer.submit(ask(2), now=2.1)
+    balancer, endpoints, _, keys = with_a_cached_prompt()
+    prefill = fill(balancer, endpoints, 8000)
+    high, low = balancer.submit(ask(10_000, 1, keys), now=2.0), balancer.submit(ask(2), now=2.0)
+    balancer.first_byte(prefill, now=2.1)
     balancer.poll(now=2.1)
     assert high.state is TicketState.WAITING
     assert high.best is not None
