@@ -31,8 +31,7 @@ class Work:
     __slots__ = (
         "_recent",
         "_recent_at",
-        "_step_at",
-        "_step_before_at",
+        "_steps",
         "_streamed_at",
         "_streams",
         "context_tokens",
@@ -72,7 +71,7 @@ class Work:
         """Streams with progress, in the order of their latest progress."""
         self._streamed_at = 0.0
         """The latest progress of all."""
-        self._step_at = self._step_before_at = 0.0
+        self._steps = (0.0, 0.0)
         """The first progress in the latest step of the engine, and in the one before. A step begins when a stream has
         progress that had some in the one before."""
 
@@ -109,7 +108,7 @@ class Work:
         """Streams without progress for `STALLED_S` while others had some, in more than one step: at the end of a long
         one, all but those whose tokens are here already seem to stall. O(their number).
         """
-        before = min(self._streamed_at - STALLED_S, self._step_before_at)
+        before = min(self._streamed_at - STALLED_S, self._steps[1])
         stalled = 0
         for stream in self._streams:
             if stream.reported_at >= before:
@@ -142,8 +141,8 @@ class Work:
         """Count `tokens` more of its response."""
         self._streams.pop(placement, None)
         self._streams[placement] = None
-        if self._step_at <= placement.reported_at < NEVER:  # it was in this step already
-            self._step_before_at, self._step_at = self._step_at, now
+        if self._steps[0] <= placement.reported_at < NEVER:  # it was in this step already
+            self._steps = now, self._steps[0]
         self._streamed_at = now
         self.context_tokens += tokens
         self.live_tokens += tokens
