@@ -100,6 +100,11 @@ class Lanes:
             self.lanes, self.delay_s, self.spread_s = saved["lanes"], saved["delay_s"], saved["spread_s"]
             self.delay_known = True
 
+    @property
+    def are_likely(self) -> bool:
+        """Whether first bytes rather show parallel prefills. Some engines count what is in prefill nowhere."""
+        return self._evidence > 0
+
     def may_test(self, pending: int, now: float) -> bool:
         """Whether one more request may be placed although prefills are queued, to test whether it is computed in
         parallel.

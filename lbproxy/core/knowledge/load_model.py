@@ -367,9 +367,10 @@ class LoadModel:
             return
         at, pending = metrics.scraped_at, self.work.pending
         seen, full = len(pending), self.prefill_ms(at) > HOLD_MS
-        if metrics.running is not None and metrics.waiting < 1.0 and full:
+        if metrics.running is not None and metrics.waiting < 1.0 and full and not self.room.lanes.are_likely:
             # An engine counts a request when its next step begins: what is in neither gauge yet shows nothing.
-            unseen = min(self.work.in_flight - int(metrics.running), self.work.placed_since(at - STEP_S))
+            in_flight = self.work.in_flight + self.room.others.requests(at)
+            unseen = min(int(in_flight - metrics.running), self.work.placed_since(at - STEP_S))
             if unseen > 0:
                 seen -= unseen
                 unseen_ms = self.speed.prefill_ms(self.work.last_tokens(unseen)) / self.room.lanes.lanes

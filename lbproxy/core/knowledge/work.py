@@ -73,7 +73,7 @@ class Work:
         """The latest progress of all."""
         self._steps = (0.0, 0.0)
         """The first progress in the latest step of the engine, and in the one before. A step begins when a stream has
-        progress that had some in the one before."""
+        progress that had some in the one before, or long after that."""
 
     # Reading
 
@@ -141,7 +141,8 @@ class Work:
         """Count `tokens` more of its response."""
         self._streams.pop(placement, None)
         self._streams[placement] = None
-        if self._steps[0] <= placement.reported_at < NEVER:  # it was in this step already
+        is_in_it = self._steps[0] <= placement.reported_at < NEVER
+        if is_in_it or now > self._steps[0] + STALLED_S:
             self._steps = now, self._steps[0]
         self._streamed_at = now
         self.context_tokens += tokens

@@ -29,7 +29,7 @@ from lbproxy.core.policies.explain import MAX_SHOWN, Decision, Explainer
 from lbproxy.core.policies.policy import Policy, Prices
 from lbproxy.core.policies.split import Split, SplitPrices
 from lbproxy.core.queue.stored_responses import StoredResponses
-from lbproxy.core.queue.ticket import Ticket, Wait
+from lbproxy.core.queue.ticket import Ticket, Turn, Wait
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest
 
@@ -334,8 +334,8 @@ class Choice:
             index = self._by_deadline(ticket, index, candidates, prices, now)
             if index < 0:
                 return Outcome.TOO_LATE
-        if ticket.held_ahead is not None and self.holds:
-            index = self._taken_at_once(ticket, index, candidates, prices, now)
+        if ticket.turn is not None and self.holds:
+            index = self._taken_at_once(ticket, ticket.turn, index, candidates, prices, now)
         if isinstance(prices, SplitPrices):
             ticket.decode_on = prices.partner(candidates[index])
         if self.holds and prices.waits_ms is not None:
@@ -372,7 +372,7 @@ class Choice:
         return Wait.BUSY if min(prices.waits_ms) > HOLD_MS else Wait.HELD
 
     def _taken_at_once(
-        self, ticket: Ticket, index: int, candidates: Sequence[EndpointState], prices: Prices, now: float
+        self, ticket: Ticket, turn: Turn, index: int, candidates: Sequence[EndpointState], prices: Prices, now: float
     ) -> int:
         """Where a request goes whose turn it is, before others that wait. `index`: of its lowest cost.
 
@@ -380,14 +380,14 @@ class Choice:
         it leaves goes to those others: it takes that if its own first token comes no later.
         """
         best, works, adapter = candidates[index], prices.work_tokens, ticket.request.model or ""
-        comparable = not isinstance(prices, SplitPrices) and ticket.request.prompt_bytes > 0
         waits = not best.endpoint.is_elastic and best.health is not Health.DOWN and self.policy.is_full(best, now)
-        if works is None or ticket.held_ahead is None or not (comparable and waits):
+        if works is None or not waits or isinstance(prices, SplitPrices) or not ticket.request.prompt_bytes:
             return index
-        held, tokens = ticket.held_ahead.get(best.endpoint.uid, NOTHING_HELD)
+        held, tokens = turn.held.get(best.endpoint.uid, NOTHING_HELD)
         latest_ms = best.load.speed.first_byte_ms(best.load.wait_ms(now, held, tokens), works[index], now)
         has_adapter = best.load.adapters.is_loaded(adapter, now)
-        for n in sorted(range(len(works)), key=prices.costs.__getitem__):
+        open_ones = [n for n, state in enumerate(candidates) if state.endpoint.uid in turn.with_room]
+        for n in sorted(open_ones, key=prices.costs.__getitem__):
             load = candidates[n].load
             is_as_good = prices.costs[n] < inf and (not has_adapter or load.adapters.is_loaded(adapter, now))
             in_time = load.speed.first_byte_ms(load.wait_ms(now), works[n], now) <= latest_ms

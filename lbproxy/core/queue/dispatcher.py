@@ -25,9 +25,10 @@ from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.knowledge.pool_model import PoolModel
 from lbproxy.core.queue.choice import Choice
+from lbproxy.core.queue.flow import Flow
 from lbproxy.core.queue.flows import Flows
 from lbproxy.core.queue.queue_overload import QueueOverload
-from lbproxy.core.queue.ticket import Ticket, TicketState, Wait
+from lbproxy.core.queue.ticket import Ticket, TicketState, Turn, Wait
 from lbproxy.core.queue.waiting_queue import WORK_S, WaitingQueue, least_work
 
 MAX_PRICED: Final = 32
@@ -43,6 +44,7 @@ PRICE_AGAIN_S: Final = 0.05
 TIMEOUT_PARTS: Final = 6.0
 """The queue is too long if its last request would wait for a sixth of the queue timeout: 5 s by default. Where longer
 waits are configured, late responses are preferred to refusals."""
+NO_FLOWS: Final[frozenset[Flow]] = frozenset()
 ROUNDING_S: Final = 1e-6
 """So that rounding does not wake an endpoint just before it has room."""
 
@@ -50,11 +52,11 @@ ROUNDING_S: Final = 1e-6
 class _Turns:
     """One pass through the queue, in the order of service."""
 
-    __slots__ = ("_all_left", "_classes", "_held", "_left", "_priority", "_reached")
+    __slots__ = ("_all_left", "_classes", "_left", "_priority", "_reached", "_turn")
 
-    def __init__(self, queue: WaitingQueue) -> None:
+    def __init__(self, queue: WaitingQueue, with_room: dict[EndpointUid, EndpointState]) -> None:
         self._classes = queue.classes()
-        self._held: dict[EndpointUid, list[float]] = {}
+        self._turn = Turn(with_room)
         self._reached: Ticket | None = None
         self._priority: int | None = None
         self._left, self._all_left = MAX_MOVES, MAX_ALL_MOVES
@@ -66,7 +68,7 @@ class _Turns:
             self._priority, self._left = ticket.request.priority, MAX_MOVES
         if self._classes is None or before is None or before.best is None or before.state is not TicketState.WAITING:
             return
-        held = self._held.setdefault(before.best.endpoint.uid, [0.0, 0.0])
+        held = self._turn.held.setdefault(before.best.endpoint.uid, [0.0, 0.0])
         held[0] += 1.0
         held[1] += before.best_tokens
 
@@ -78,16 +80,23 @@ class _Turns:
         self._all_left -= 1
         return True
 
-    def held_ahead(self, ticket: Ticket) -> dict[EndpointUid, list[float]] | None:
+    def take(self, ticket: Ticket, now: float, consider: Callable[[Ticket, float], None]) -> None:
+        """Have a ticket considered."""
+        ticket.turn = self._of(ticket)
+        try:
+            consider(ticket, now)
+        finally:
+            ticket.turn = None
+
+    def _of(self, ticket: Ticket) -> Turn | None:
         """See Ticket."""
-        if self._classes is None:
-            return None
-        request = ticket.request
-        flows = self._classes.get(request.model)
+        flows = None if self._classes is None else self._classes.get(ticket.request.model)
         if flows is None:
             return None
-        others = len(flows[request.priority]) > 1 if request.priority in flows else False
-        return self._held if others or min(flows) < request.priority else None
+        priority = ticket.request.priority
+        alike = flows.get(priority, NO_FLOWS)
+        others = len(alike) > 1 or (len(alike) == 1 and ticket.flow not in alike)
+        return self._turn if others or min(flows) < priority else None
 
 
 class Dispatcher:
@@ -276,7 +285,7 @@ class Dispatcher:
         consider: Callable[[Ticket, float], None],
         changed: list[Ticket],
     ) -> None:
-        left, moved, turns = MAX_PRICED, False, _Turns(self._queue)
+        left, moved, turns = MAX_PRICED, False, _Turns(self._queue, with_room)
         lowest = min((state.endpoint.tier for state in with_room.values()), default=0)
         stuck: set[tuple[str | None, frozenset[EndpointUid], int, bool]] = set()
         work = least_work(self._pool.least_work, now) if self._by_work and self._pool is not None else None
@@ -299,9 +308,7 @@ class Dispatcher:
                     self._all_woken = self._all_woken or everything
                 return
             self.release(ticket)
-            ticket.held_ahead = turns.held_ahead(ticket)
-            consider(ticket, now)
-            ticket.held_ahead = None
+            turns.take(ticket, now, consider)
             moved = moved or ticket.best is not best
             if ticket.state is TicketState.WAITING:
                 self._reserve(ticket, now)

@@ -62,6 +62,18 @@ class Overflow(Enum):
     """A lower tier would miss its deadline."""
 
 
+class Turn:
+    """A pass through the queue, as far as it has come."""
+
+    __slots__ = ("held", "with_room")
+
+    def __init__(self, with_room: dict[EndpointUid, EndpointState]) -> None:
+        self.with_room = with_room
+        """The endpoints that have room."""
+        self.held: dict[EndpointUid, list[float]] = {}
+        """By endpoint, the requests that were reached and are held there, and their prefill work."""
+
+
 class Ticket:
     """A request's place in the Balancer for one attempt. Written by the Balancer only.
 
@@ -87,9 +99,8 @@ class Ticket:
     priced_at: float = LONG_AGO
     reservation: tuple[Reservations, float, float] | None = None
     """Its reservation at `best`: the reservations there, its work, its tokens."""
-    held_ahead: dict[EndpointUid, list[float]] | None = None
-    """Set while it is its turn, if what it leaves goes to requests of a lower priority or of other flows: the requests
-    before it that are held, and their prefill work there, by endpoint."""
+    turn: Turn | None = None
+    """Set while it is its turn, if what it leaves goes to requests of a lower priority or of other flows."""
     retry_after_s: float | None = None  # when there will be room, if it closed for lack of it
     work_tokens: float = 0.0
     """While WAITING: the least prefill work that it would be at any endpoint, as of `work_at`."""

@@ -265,7 +265,8 @@ class WaitingQueue:
     @staticmethod
     def _least_heavy(by_flow: Mapping[Flow, _FlowQueue]) -> float:
         """How many ready requests a flow has at least that has its part in an overload: see `HEAVY_SHARE`."""
-        return HEAVY_SHARE * _ready(by_flow) / len(by_flow) if by_flow else inf
+        ready = [len(queue.ready) for queue in by_flow.values() if queue.ready]
+        return HEAVY_SHARE * sum(ready) / len(ready) if ready else inf
 
     def classes(self) -> Classes | None:
         """The priorities and flows of ready requests, by model; None if all have the same. O(n)."""
@@ -275,7 +276,7 @@ class WaitingQueue:
         for priority, flow_queues in self._by_priority.items():
             for flow, queue in flow_queues.items():
                 for ticket in queue.ready.values():
-                    if ticket.wait is not Wait.WAKING:
+                    if ticket.wait is not Wait.WAKING or ticket.best is not None:
                         found.setdefault(ticket.request.model, {}).setdefault(priority, set()).add(flow)
         return found
 
@@ -302,7 +303,8 @@ class WaitingQueue:
                 before += size
             elif one == priority:
                 own = flow_queues.get(flow)
-                turns = 1 if not own or self.overloaded(priority) else len(own.ready) + 1
+                newest = own and self.overloaded(priority) and len(own.ready) >= self._least_heavy(flow_queues)
+                turns = 1 if newest or not own else len(own.ready) + 1
                 before += min(size, turns * len(flow_queues))
         return before / self._ready
 

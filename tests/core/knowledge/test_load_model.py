@@ -710,14 +710,20 @@ def test_at_the_end_of_a_long_step_streams_whose_tokens_follow_do_not_stall() ->
     assert load.work.stalled() == 2
 
 
-@pytest.mark.parametrize(("running", "lanes"), [(12, 6.0), (9, 1.0), (None, 6.0)])
+@pytest.mark.parametrize(
+    ("running", "waited_s", "lanes"), [(12, 0.5, 6.0), (9, 0.5, 1.0), (9, 0.1, 6.0), (None, 0.5, 6.0)]
+)
 def test_a_queue_reported_before_the_engine_counted_a_request_shows_no_parallel_prefills(
-    running: int | None, lanes: float
+    running: int | None, waited_s: float, lanes: float
 ) -> None:
     """vLLM counts a request, as running or waiting, when its next step begins. Prefills that share a step are not
-    parallel; with 5 reports the room of an endpoint grew until it had a hundred requests in its queue."""
+    parallel; with 5 reports the room of an endpoint grew until it had a hundred requests in its queue. But SGLang
+    counts what is in prefill nowhere: then first bytes that waited less than predicted decide."""
     load, streams = with_streams(9)
     load.room.lanes.learn_delay(0.0)
+    load.room.lanes.learn_wait(0.3, 0.1, 2)
+    load.room.lanes.learn_wait(0.3, 0.1, 2)
+    load.room.lanes.learn_wait(0.5, waited_s, 2)
     for n in range(3):
         load.place(prompt(5000 + n), 31.0)
     assert load.work.in_flight == len(streams) + 3

@@ -122,3 +122,9 @@ def test_a_flow_with_few_requests_keeps_its_turns_for_those_that_waited_long() -
     queue.late_s = 5.0
     order = [ticket.request.id for ticket in queue.in_order(lambda _: 100.0, flows, 10.0)]
     assert order.index("old") < order.index("new") < 5
+    for n in range(20):  # they wait for their own limits, and take no part in it
+        other = flows.of(f"limited{n}", 0.0)
+        parked = Ticket(InferenceRequest("p", MODEL, True, 100, 400), 0.0, 30.0, frozenset())
+        parked.flow = other
+        queue.push(parked, parked=True)
+    assert [ticket.request.id for ticket in queue.in_order(lambda _: 100.0, flows, 10.0)] == order
