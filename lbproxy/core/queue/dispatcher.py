@@ -52,9 +52,14 @@ ROUNDING_S: Final = 1e-6
 class _Turns:
     """One pass through the queue, in the order of service."""
 
-    __slots__ = ("_all_left", "_classes", "_left", "_priority", "_reached", "_turn")
+    __slots__ = ("_all_left", "_classes", "_endpoints", "_left", "_priority", "_reached", "_serve", "_turn")
 
-    def __init__(self, queue: WaitingQueue, with_room: dict[EndpointUid, EndpointState]) -> None:
+    def __init__(
+        self, queue: WaitingQueue, endpoints: EndpointSet, with_room: dict[EndpointUid, EndpointState]
+    ) -> None:
+        self._endpoints = endpoints
+        self._serve: dict[str | None, bool] = {}
+        """By model: whether an endpoint with room may be asked for it."""
         self._classes = queue.classes()
         self._turn = Turn(with_room)
         self._reached: Ticket | None = None
@@ -75,6 +80,12 @@ class _Turns:
     def may_move(self, ticket: Ticket, now: float) -> bool:
         """Whether to consider a ticket that is held for another endpoint than those with room; then it counts."""
         if self._left <= 0 or self._all_left <= 0 or now - ticket.priced_at < PRICE_AGAIN_S:
+            return False
+        model, with_room = ticket.request.model, self._turn.with_room
+        if model not in self._serve:
+            some = self._endpoints.candidates(model, now=now)
+            self._serve[model] = any(state.endpoint.uid in with_room for state in some)
+        if not self._serve[model]:
             return False
         self._left -= 1
         self._all_left -= 1
@@ -285,7 +296,7 @@ class Dispatcher:
         consider: Callable[[Ticket, float], None],
         changed: list[Ticket],
     ) -> None:
-        left, moved, turns = MAX_PRICED, False, _Turns(self._queue, with_room)
+        left, moved, turns = MAX_PRICED, False, _Turns(self._queue, self._endpoints, with_room)
         lowest = min((state.endpoint.tier for state in with_room.values()), default=0)
         stuck: set[tuple[str | None, frozenset[EndpointUid], int, bool]] = set()
         work = least_work(self._pool.least_work, now) if self._by_work and self._pool is not None else None

@@ -139,3 +139,26 @@ def test_it_still_waits_where_its_own_first_token_comes_sooner() -> None:
     assert high.best.endpoint is endpoints[0], "a second of prefill at the other, and a third of one to wait here"
     assert low.placed_on is not None
     assert low.placed_on.endpoint is endpoints[1]
+
+
+def test_what_waits_for_another_model_takes_no_turn() -> None:
+    """Six of each of two priorities were considered for an endpoint that does not serve their model, at each event,
+    while it stood idle and a request that it could serve waited for another one."""
+    balancer, endpoints = pool_of(3, policy="adaptive")
+    balancer.report_models(endpoints[0].uid, [card("other")])
+    balancer.submit(ask(400_000, model="other"), now=1.0)
+    long, _ = (balancer.submit(ask(tokens), now=1.0) for tokens in (150_000, 100_000))
+    idle = long.placed_state.endpoint
+    for priority in (2, 1):
+        for _ in range(6):
+            balancer.submit(ask(1000, priority, model="other"), now=1.0)
+    waits = balancer.submit(ask(45_000), now=1.01)
+    assert waits.best is not None
+    assert waits.best.endpoint is not idle
+    balancer.close(long, Outcome.CLIENT_CLOSED, now=1.1)
+    balancer.poll(now=1.1)
+    for now in (1.2, 1.3):
+        balancer.report_scrape(idle.uid, LoadMetrics(scraped_at=now))
+        balancer.poll(now=now)
+    assert waits.placed_on is not None
+    assert waits.placed_on.endpoint is idle
