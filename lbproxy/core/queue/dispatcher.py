@@ -45,6 +45,9 @@ TIMEOUT_PARTS: Final = 6.0
 """The queue is too long if its last request would wait for a sixth of the queue timeout: 5 s by default. Where longer
 waits are configured, late responses are preferred to refusals."""
 NO_FLOWS: Final[frozenset[Flow]] = frozenset()
+MAX_DECLINED: Final = 5
+"""Where several flows or priorities wait, that time doubles each time, so often: else the first few are considered at
+each event, and those after them never."""
 ROUNDING_S: Final = 1e-6
 """So that rounding does not wake an endpoint just before it has room."""
 
@@ -79,7 +82,7 @@ class _Turns:
 
     def may_move(self, ticket: Ticket, now: float) -> bool:
         """Whether to consider a ticket that is held for another endpoint than those with room; then it counts."""
-        if self._left <= 0 or self._all_left <= 0 or now - ticket.priced_at < PRICE_AGAIN_S:
+        if self._left <= 0 or self._all_left <= 0 or now - ticket.priced_at < PRICE_AGAIN_S * (1 << ticket.declined):
             return False
         model, with_room = ticket.request.model, self._turn.with_room
         if model not in self._serve:
@@ -93,11 +96,13 @@ class _Turns:
 
     def take(self, ticket: Ticket, now: float, consider: Callable[[Ticket, float], None]) -> None:
         """Have a ticket considered."""
-        ticket.turn = self._of(ticket)
+        ticket.turn, best = self._of(ticket), ticket.best
+        asked = ticket.turn is not None and best is not None and best.endpoint.uid not in self._turn.with_room
         try:
             consider(ticket, now)
         finally:
             ticket.turn = None
+        ticket.declined = min(MAX_DECLINED, ticket.declined + 1) if asked and ticket.best is best else 0
 
     def _of(self, ticket: Ticket) -> Turn | None:
         """See Ticket."""

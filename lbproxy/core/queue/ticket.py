@@ -101,6 +101,8 @@ class Ticket:
     """Its reservation at `best`: the reservations there, its work, its tokens."""
     turn: Turn | None = None
     """Set while it is its turn, if what it leaves goes to requests of a lower priority or of other flows."""
+    declined: int = 0
+    """How often in a row it then left an endpoint with room, and stayed held for another one."""
     retry_after_s: float | None = None  # when there will be room, if it closed for lack of it
     work_tokens: float = 0.0
     """While WAITING: the least prefill work that it would be at any endpoint, as of `work_at`."""
