@@ -106,7 +106,8 @@ def test_who_is_in_a_hurry_is_told_early() -> None:
     found, _ = shares(text)
     late, _ = shares(TWO)
     assert found["heavy"].refused > late["heavy"].refused
-    assert max(found["heavy"].refused_after, late["heavy"].refused_after) < 1.0, "both are, as soon as it is clear"
+    assert found["heavy"].refused_after < 1.0, "as soon as it is clear"
+    assert late["heavy"].refused_after < 2.0, "nearly all at once; a few waited for nothing while the newest went first"
     assert found["heavy"].summary.ttft_p99 < 3.0
 
 
