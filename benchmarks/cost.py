@@ -125,7 +125,7 @@ LOADS = {
 def inclusive(load: str) -> tuple[float, dict[str, float]]:
     """Instructions for each request or event: all, and by function with all that it calls."""
     with tempfile.NamedTemporaryFile() as file:
-        total = instructions.measured([load], instructions.How(profile=file.name))[load]
+        total = instructions.measured(load, instructions.How(profile=file.name))
         options = ["--inclusive=yes", "--threshold=100", "--show-percs=no", "--auto=no"]
         command = ["callgrind_annotate", *options, file.name]
         lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()

@@ -32,7 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -276,7 +276,7 @@ def _frames(number: int) -> tuple[bytes, bytes]:
 
 
 async def count(load: str, policy: str, endpoints: int, part: str | None, more: str) -> None:
-    """One load, under valgrind. Ends the process."""
+    """One load, under valgrind."""
     library = ctypes.CDLL(str(LIBRARY))
     wiring = (Balancing if load == "worker" else Wiring)(policy, endpoints, more)
     if isinstance(wiring, Balancing):
@@ -374,38 +374,21 @@ def prepare() -> None:
     subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", str(LIBRARY), source], check=True)
 
 
-def measured(loads: Sequence[str], how: How = How()) -> dict[str, float]:
-    """Instructions for each request or event of each load, of a run of its own. Ends the program if one fails.
-
-    Several are forks of one process, which has imported everything: under valgrind that takes longer than a run.
-    """
+def measured(load: str, how: How = How()) -> float:
+    """Instructions for each request or event, of a run in a process of its own. Ends the program if that fails."""
     path = str(how.checkout.resolve())
     run = f"import runpy, sys; sys.path[:0] = [{path!r}]; runpy.run_path({__file__!r}, run_name='__main__')"
     valgrind = ["--tool=callgrind", "--instr-atstart=no", "--collect-atstart=no", f"--callgrind-out-file={how.profile}"]
-    command = ["valgrind", *valgrind, sys.executable, "-P", "-c", run, "--child"]
-    command += [word for load in loads for word in ("--load", load)]
+    command = ["valgrind", *valgrind, sys.executable, "-P", "-c", run, "--child", "--load", load]
     command += ["--policy", how.policy, "--endpoints", str(how.endpoints), "--settings", how.settings]
     if how.part:
         command += ["--part", how.part]
     seeded = {**os.environ, "PYTHONHASHSEED": "0"}
     made = subprocess.run(command, capture_output=True, text=True, check=False, cwd=path, env=seeded)
-    found = re.findall(r"Collected : (\d+)", made.stderr)
-    if made.returncode or len(found) < len(loads):
+    found = re.search(r"Collected : (\d+)", made.stderr)
+    if found is None or made.returncode:
         raise SystemExit(made.stderr[-3000:])
-    return {load: int(one) / COUNTED for load, one in zip(loads, found, strict=False)}
-
-
-def count_each(loads: Sequence[str], policy: str, endpoints: int, part: str | None, more: str) -> None:
-    """Each load in a fork, one after the other; a single one in this process, of which callgrind writes the file at
-    its end. Ends the program.
-    """
-    if len(loads) == 1:
-        uvloop.run(count(loads[0], policy, endpoints, part, more))
-    for load in loads:
-        if (pid := os.fork()) == 0:
-            uvloop.run(count(load, policy, endpoints, part, more))
-        if status := os.waitpid(pid, 0)[1]:
-            sys.exit(os.waitstatus_to_exitcode(status))
+    return int(found[1]) / COUNTED
 
 
 def by_function(profile: str) -> str:
@@ -430,7 +413,7 @@ def main() -> None:
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        count_each(args.load, args.policy, args.endpoints, args.part, args.settings)
+        uvloop.run(count(args.load[0], args.policy, args.endpoints, args.part, args.settings))
         return
     prepare()
     if args.record:
@@ -439,7 +422,7 @@ def main() -> None:
     for load in args.load or LOADS:
         with tempfile.NamedTemporaryFile() as file:
             how = How(args.policy, args.endpoints, args.settings, args.part, args.checkout, file.name)
-            print(f"{load}: {measured([load], how)[load]:,.0f}", flush=True)
+            print(f"{load}: {measured(load, how):,.0f}", flush=True)
             if args.functions:
                 print(by_function(file.name), flush=True)
 
@@ -449,7 +432,7 @@ def record() -> None:
     if (why := missing()) is not None:
         raise SystemExit(f"not recorded, {why}")
     python, machine = built_with()
-    counts = {load: round(found) for load, found in measured(GUARDED).items()}
+    counts = {load: round(measured(load)) for load in GUARDED}
     RECORDED.write_text(json.dumps(Record(instructions=counts, python=python, machine=machine), indent=2) + "\n")
     print(counts)
 

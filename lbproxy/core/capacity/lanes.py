@@ -33,6 +33,8 @@ from lbproxy.core.capacity.trends import MIDDLE, MIN_WAIT_S, WaitTrend
 
 LATE_S: Final = 0.25
 """A first byte is not late if it arrives at most this much after its prediction."""
+FIXED_S: Final = 0.5
+"""A delay that no step of an engine explains."""
 MIN_EVIDENCE: Final = 5
 MIN_REPORTS: Final = 5
 SERIAL_S: Final = 600.0
@@ -101,9 +103,12 @@ class Lanes:
             self.delay_known = True
 
     @property
-    def are_likely(self) -> bool:
-        """Whether first bytes rather show parallel prefills. Some engines count what is in prefill nowhere."""
-        return self._evidence > 0
+    def counts_unseen(self) -> bool:
+        """Whether requests that a report does not contain yet count like those that it does. Not, if the engine's step
+        explains that; but first bytes may show parallel prefills, as some engines count what is in prefill nowhere, or
+        take long for another reason, such as what is before the engine.
+        """
+        return self._evidence > 0 or self.delay_s > FIXED_S
 
     def may_test(self, pending: int, now: float) -> bool:
         """Whether one more request may be placed although prefills are queued, to test whether it is computed in

@@ -367,7 +367,7 @@ class LoadModel:
             return
         at, pending = metrics.scraped_at, self.work.pending
         seen, full = len(pending), self.prefill_ms(at) > HOLD_MS
-        if metrics.running is not None and metrics.waiting < 1.0 and full and not self.room.lanes.are_likely:
+        if metrics.running is not None and metrics.waiting < 1.0 and full and not self.room.lanes.counts_unseen:
             # An engine counts a request when its next step begins: what is in neither gauge yet shows nothing.
             in_flight = self.work.in_flight + self.room.others.requests(at)
             unseen = min(int(in_flight - metrics.running), self.work.placed_since(at - STEP_S))
