@@ -738,7 +738,8 @@ def test_a_queue_reported_before_the_engine_counted_a_request_shows_no_parallel_
 def test_what_is_on_its_way_to_a_distant_engine_is_no_queue() -> None:
     """Seen with a network of a second each way: held back for prefills, first tokens took 4.3 s instead of 2.4."""
     load, _ = with_streams(9)
-    load.room.lanes.learn_delay(2.0)
+    for _ in range(16):
+        load.room.lanes.learn_delay(2.0)
     for n in range(3):
         load.place(prompt(5000 + n), 31.0)
     for n in range(MIN_REPORTS):
