@@ -47,7 +47,7 @@ COMPILED = {
     "lbproxy/proxy/exchange": "exchange exchanger failures lifetime opening relay steps",
     "lbproxy/proxy/front": "requests socket_turn turn",
     "lbproxy/control/families": "histogram requests",
-    "lbproxy/control/telemetry": "access_line recent telemetry writer",
+    "lbproxy/control/telemetry": "access_line process_log recent telemetry writer",
 }
 """By folder, what each request goes through."""
 MUST_COMPILE = bool(os.environ.get("LBPROXY_COMPILED"))

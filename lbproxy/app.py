@@ -42,6 +42,7 @@ from lbproxy.control.saving.keeper import Keeper
 from lbproxy.control.sleeping.driver import SleepDriver
 from lbproxy.control.telemetry.history import History
 from lbproxy.control.telemetry.memory import Memory
+from lbproxy.control.telemetry.process_log import ProcessLog
 from lbproxy.control.telemetry.recent import Recent
 from lbproxy.control.telemetry.telemetry import Telemetry
 from lbproxy.core.balancer import Balancer
@@ -127,17 +128,23 @@ class Proxy:
         notifier: Notifier,
         make_plane: Callable[[Parts], Plane] | None = None,
         first_uid: int = 0,
+        log: ProcessLog | None = None,
     ) -> None:
-        """`make_plane`: clients are served in this process unless it is given. `first_uid`: see Balancer."""
+        """`make_plane`: clients are served in this process unless it is given. `first_uid`: see Balancer. `log`:
+        closed by `close`.
+        """
         self.notifier = notifier
         self.settings = settings
         """Those that hold now."""
         self.rng = rng = random.Random()  # noqa: S311 - spreads load and retries; nothing secret hangs on it
-        self.telemetry = Telemetry(settings.log)
+        self.log = log or ProcessLog(settings.log)
+        self.telemetry = Telemetry(self.log)
         balancer = Balancer(make_policy(settings.routing, rng), settings.balancing, rng=rng, first_uid=first_uid)
         balancer.explain(settings.explain.wanted)
         self.recent = Recent(settings.explain.requests, self._now, self._running_records)
         sinks: list[Sink] = [self.telemetry, self.recent]
+        if make_plane is None:  # else who serves clients logs what it served
+            sinks.append(self.log)
         self.runtime = runtime = Runtime(balancer, sinks)
         self.connections = ConnectionPool(runtime.pulse)
         runtime.pulse.listen(notifier.beat)
@@ -234,7 +241,7 @@ class Proxy:
             await self.admin.close()
         await self.plane.close()
         self.connections.close()
-        self.telemetry.close()
+        self.log.close()
         self.drivers.kv_events.close()
 
     # Listening
@@ -371,7 +378,7 @@ class Proxy:
         self.scraping = Scraping(
             self.connections, settings.scrape, Engines(settings.engines), self.rng, self._found_ranks
         )
-        self.telemetry.reconfigure(settings.log)
+        self.log.reconfigure(settings.log)
         self.recent.reconfigure(settings.explain.requests)
         if self.admin is not None and settings.admin is not None:
             self.admin.access.token = settings.admin.token
@@ -419,7 +426,7 @@ class Proxy:
         """See api.Steering."""
         log = self.settings.log.model_copy(update={"level": level})
         self.settings = self.settings.model_copy(update={"log": log})
-        self.telemetry.reconfigure(log)
+        self.log.reconfigure(log)
 
     def origin(self, name: str) -> str:
         """See api.Steering."""

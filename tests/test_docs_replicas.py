@@ -6,6 +6,7 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 from lbproxy.config.tree import LogSettings
+from lbproxy.control.telemetry.process_log import ProcessLog
 from lbproxy.control.telemetry.telemetry import Telemetry
 from tests.support.aio import run
 from tests.support.docs import DOCS, expect_generated, table
@@ -14,12 +15,13 @@ from tests.support.replicas import FakeReplicas, other
 
 def test_metrics_has_every_family_of_replicas() -> None:
     """By type, labels and meaning."""
-    telemetry = Telemetry(LogSettings())
+    log = ProcessLog(LogSettings())
+    telemetry = Telemetry(log)
     try:
         telemetry.watch_replicas(FakeReplicas(other("lb-2")))
         page = run(telemetry.page())[0].decode()
     finally:
-        telemetry.close()
+        log.close()
     rows = []
     for family in text_string_to_metric_families(page):
         if family.name.startswith("lbproxy_replica"):

@@ -14,12 +14,14 @@ from lbproxy.config.tree import Settings
 from lbproxy.control.discovery.overlay import Addition, Changes, Overlay, UnknownEntryError
 from lbproxy.control.loops import supervise
 from lbproxy.control.telemetry.memory import Memory
+from lbproxy.control.telemetry.process_log import ProcessLog
 from lbproxy.core.saved.lines import read_lines
 from lbproxy.core.saved.reading import Saved, SavedError
 from lbproxy.data_plane import Parts
 from lbproxy.net.listening.inherit import Inherited
 from lbproxy.net.listening.notify import Notifier
 from lbproxy.processes.control import (
+    LOG,
     Adopt,
     Counted,
     Draining,
@@ -32,6 +34,7 @@ from lbproxy.processes.control import (
     Stop,
     Text,
     ToChild,
+    beside,
 )
 from lbproxy.processes.plane import WorkersPlane
 from lbproxy.processes.supervised import Supervisor, read
@@ -93,7 +96,8 @@ class Balancing:
         overlay, settings = _as_before(start.settings)
         first_uid = start.generation * UIDS
         self._running: list[asyncio.Task[None]] = []
-        self._proxy = app.Proxy(settings, _Told(supervisor), self._make_plane, first_uid)
+        self._log = ProcessLog(settings.log, lock=beside(start.path, LOG))
+        self._proxy = app.Proxy(settings, _Told(supervisor), self._make_plane, first_uid, self._log)
         self._proxy.overlay = overlay
         self._proxy.keeper.counted = _counted(start.counted)
 
@@ -109,6 +113,7 @@ class Balancing:
 
     def _make_plane(self, parts: Parts) -> WorkersPlane:
         self._plane = plane = WorkersPlane(parts, self._start.path, self._start.url)
+        plane.server.log_lost = self._log.ended
         return plane
 
     def _on_ready(self, at: app.Listening) -> None:

@@ -25,14 +25,12 @@ import signal
 import socket
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final, Literal
 
 from lbproxy import app, process
 from lbproxy.config.text import ConfigError
 from lbproxy.config.tree import Settings
-from lbproxy.control.telemetry.log import configure_logging
-from lbproxy.control.telemetry.writer import LineWriter
+from lbproxy.control.telemetry.process_log import ProcessLog
 from lbproxy.data_plane import listening_url
 from lbproxy.net.listening.bind import bound_port, open_sockets
 from lbproxy.net.listening.inherit import HandedOver, Inherited, hand_over
@@ -40,6 +38,7 @@ from lbproxy.net.listening.notify import Notifier
 from lbproxy.processes.control import (
     BALANCER,
     LISTENERS,
+    LOG,
     SHARES,
     WORKER,
     Adopt,
@@ -55,6 +54,7 @@ from lbproxy.processes.control import (
     Stop,
     Text,
     ToSupervisor,
+    beside,
 )
 from lbproxy.processes.standby import Standby
 from lbproxy.workers.shares import Shares
@@ -88,16 +88,14 @@ async def supervise(
     """Like `app.serve`, with several processes. `text`: what `settings` were read from."""
     process.prepare()
     inherited = Inherited.from_environment(os.environ)
-    writer = LineWriter()
-    handler = configure_logging(settings.log.level, writer)
     supervisor = Supervisor(settings, text, Notifier.from_environment(os.environ))
+    log = ProcessLog(settings.log, lock=beside(supervisor.path, LOG))
     try:
         await supervisor.run(inherited, orders, on_ready)
     finally:
         inherited.close()
         supervisor.close()
-        logging.getLogger().removeHandler(handler)
-        writer.close()
+        log.close()
 
 
 class _Post:
@@ -146,7 +144,9 @@ class Supervisor:
         self._loop = asyncio.get_running_loop()
         self._sockets: dict[str, Sequence[socket.socket]] = {}
         self._folder = tempfile.mkdtemp(prefix="lbproxy-")  # with mode 0700
-        self._shares = Shares(Path(self._folder) / SHARES)
+        self.path = os.path.join(self._folder, "balancer.sock")
+        """Where workers find the balancer process."""
+        self._shares = Shares(beside(self.path, SHARES))
         self._at = app.Listening("", None)
         self._succeeds = False
         """Another lbproxy serves until all processes are ready."""
@@ -285,10 +285,9 @@ class Supervisor:
                 await self._standby.refresh(self._sockets)
 
     def _start_of(self, post: _Post) -> Start:
-        path = os.path.join(self._folder, "balancer.sock")
         workers, generation = len(self._workers), post.generation
         succeeds, text, url = self._succeeds, self._text, self._at.url
-        return Start(post.role, post.index, workers, generation, succeeds, text, path, url, {}, [], post.counted)
+        return Start(post.role, post.index, workers, generation, succeeds, text, self.path, url, {}, [], post.counted)
 
     def _sockets_of(self, post: _Post) -> Mapping[str, Sequence[socket.socket]]:
         key = LISTENERS[post.role]

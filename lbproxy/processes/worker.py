@@ -11,7 +11,6 @@ import resource
 import socket
 from collections.abc import Awaitable, Callable
 from math import ceil
-from pathlib import Path
 
 from lbproxy import process
 from lbproxy.config.text import ConfigError
@@ -19,11 +18,11 @@ from lbproxy.config.tree import Settings
 from lbproxy.control.families.common import Loads
 from lbproxy.control.loops import supervise
 from lbproxy.control.telemetry.memory import Memory
-from lbproxy.control.telemetry.telemetry import Telemetry
+from lbproxy.control.telemetry.process_log import ProcessLog
 from lbproxy.core.observed.sink import Sink
 from lbproxy.data_plane import DataPlane
 from lbproxy.net.connections.pool import ConnectionPool
-from lbproxy.processes.control import SHARES, Ready, Start, Stop, Stopped, Stopping, Text, ToChild
+from lbproxy.processes.control import LOG, SHARES, Ready, Start, Stop, Stopped, Stopping, Text, ToChild, beside
 from lbproxy.processes.supervised import Supervisor, read
 from lbproxy.proxy.front.overload import default_bodies
 from lbproxy.workers import messages as m
@@ -61,14 +60,14 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._rng = rng = random.Random()  # noqa: S311 - spreads retries and samples
         self._settings = settings = dealt(read(start.settings), start.workers)
-        self._telemetry = Telemetry(settings.log)  # for the log: records go to the balancer process
+        self._log = ProcessLog(settings.log, lock=beside(start.path, LOG))
         self._loads = Loads()
-        sinks: list[Sink] = []
+        sinks: list[Sink] = [self._log]
         self._runtime = runtime = RemoteRuntime(settings, rng, sinks)
         runtime.owner = self
         connections = ConnectionPool(runtime.pulse)
         self._plane = DataPlane(settings, runtime, connections, rng, sinks, self._loads)
-        self._shares = Shares(Path(start.path).parent / SHARES)
+        self._shares = Shares(beside(start.path, SHARES))
         self._lags: list[float] = []
         self._heard_at = 0.0
         self._stop: asyncio.Future[Stop] = self._loop.create_future()
@@ -129,7 +128,7 @@ class Worker:
         if self._runtime.link is not None:
             self._runtime.link.close()
         await self._plane.close()
-        self._telemetry.close()
+        self._log.close()
 
     def _batch(self, waited: bool) -> int:
         """See net.listening.listener."""
@@ -200,7 +199,7 @@ class Worker:
         self._settings = wanted
         self._plane.adopt(wanted, prepared)
         self._runtime.reconfigure(wanted)
-        self._telemetry.reconfigure(wanted.log)
+        self._log.reconfigure(wanted.log)
 
     # Figures
 
@@ -242,8 +241,8 @@ class Worker:
             ended=load.ended,
             refused_connections=dict(door.refused),
             failed_handshakes=door.failed_handshakes,
-            internal_errors=self._telemetry.internal_errors,
-            dropped_lines=self._telemetry.dropped_lines,
+            internal_errors=self._log.internal_errors,
+            dropped_lines=self._log.dropped_lines,
             placed_alone=self._runtime.placed_alone,
             stale=tuple(self._loads.stale),
             accepts=not self._stop.done(),

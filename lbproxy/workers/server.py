@@ -105,6 +105,7 @@ class Session:
 
     def _lost(self) -> None:
         jobs, self.jobs = self.jobs, {}
+        lost: list[RequestRecord] = []
         for job in jobs.values():
             if job.ticket is not None:
                 self._runtime.close(job.ticket, Outcome.INTERNAL_ERROR)
@@ -113,6 +114,8 @@ class Session:
             record.error = "its worker process ended"
             record.ended_at = self._runtime.now()
             self._runtime.emit(record)
+            lost.append(record)
+        self._server.log_lost(lost)
         self.adopted.set()
         self._server.left(self)
 
@@ -320,6 +323,8 @@ class WorkerServer:
         self.sessions: list[Session] = []
         self.told: dict[EndpointUid, tuple[object, ...]] = {}
         """The endpoints that workers know, each with what they were told of it."""
+        self.log_lost: Callable[[list[RequestRecord]], None] = lambda _: None
+        """Called with the records of a worker that is gone: it logs the requests that it served itself."""
         self.on_beat: Callable[[Session], None] = lambda _: None
         """Called with each worker whose figures arrived."""
         self.on_left: Callable[[Session], None] = lambda _: None

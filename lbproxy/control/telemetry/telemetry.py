@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lbproxy tells of itself: every Prometheus family, and the sink that feeds the access log.
+"""What lbproxy tells of itself: every Prometheus family.
 
-`Telemetry.ended` has each request counted (`families.requests`) and logged; all else happens in `page`, when somebody
-scrapes. What belongs to an endpoint or to the queue is not counted here at all but read from the Balancer's snapshot at
-that moment. Invariants:
+`Telemetry.ended` has each request counted (`families.requests`); all else happens in `page`, when somebody scrapes.
+What belongs to an endpoint or to the queue is not counted here at all but read from the Balancer's snapshot at that
+moment. Invariants:
 
 - Names and labels are an interface: dashboards depend on them.
 - Labels are bounded: endpoints by design, flows to the 100 that got most; those of requests in `families.requests`.
@@ -25,7 +25,6 @@ from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from lbproxy import __version__
-from lbproxy.config.tree import LogSettings
 from lbproxy.control.discovery.discovery import Discovery
 from lbproxy.control.families.common import (
     Door,
@@ -57,10 +56,7 @@ from lbproxy.control.families.requests import RequestCounts
 from lbproxy.control.families.scaling import scaling_families
 from lbproxy.control.families.sleeping import Sleeping, sleep_families
 from lbproxy.control.probing.scraper import Scraper
-from lbproxy.control.telemetry import access_line as line
-from lbproxy.control.telemetry.access_line import LEVELS, access_line
-from lbproxy.control.telemetry.log import configure_logging
-from lbproxy.control.telemetry.writer import LineWriter
+from lbproxy.control.telemetry.process_log import ProcessLog
 from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.endpoints.health import Health, Transition
 from lbproxy.core.observed.learned import EndpointLearned
@@ -129,14 +125,11 @@ class _Watched:
 
 
 class Telemetry:
-    """A sink of the Runtime. Make it first, then tell it by `watch` what to read; `close` it last."""
+    """A sink of the Runtime. Make it first, then tell it by `watch` what to read."""
 
-    def __init__(self, log: LogSettings, writer: LineWriter | None = None) -> None:
-        """Takes over the process's logging. `writer` is standard output unless given, and closed by `close`."""
-        self._writer = writer or LineWriter()
-        self._log_handler = configure_logging(log.level, self._writer)
-        self._write_access = self._writer.write if log.access else None
-        self._access_level: int = logging.getLevelNamesMapping()[log.level.upper()]
+    def __init__(self, log: ProcessLog) -> None:
+        """`log`: of this process, of which some families are."""
+        self._log = log
         self._pool: Snapshots | None = None
         self._open: _Connections | None = None
         self._scrapers: dict[EndpointUid, Scraper] = {}
@@ -164,12 +157,6 @@ class Telemetry:
         self._own_load, self._watched.workers = (load, door), workers
         pulse.listen(self._lag.observe)
 
-    def reconfigure(self, log: LogSettings) -> None:
-        """Log by other settings from now on."""
-        logging.getLogger("lbproxy").setLevel(log.level.upper())
-        self._write_access = self._writer.write if log.access else None
-        self._access_level = logging.getLevelNamesMapping()[log.level.upper()]
-
     def watch_sources(self, sources: Discovery) -> None:
         """Show how finding endpoints gets on."""
         self._watched.sources = sources
@@ -190,30 +177,12 @@ class Telemetry:
         """Show which endpoints sleep, while any may."""
         self._watched.sleeping = sleeping
 
-    @property
-    def internal_errors(self) -> int:
-        """Logged with a traceback, in this process."""
-        return self._log_handler.internal_errors
-
-    @property
-    def dropped_lines(self) -> int:
-        """Of the log, in this process."""
-        return self._writer.dropped
-
-    def close(self) -> None:
-        """Write what is left of the log, and let go of the process's logging."""
-        logging.getLogger().removeHandler(self._log_handler)
-        self._writer.close()
-
     # Sink
 
     def ended(self, records: list[RequestRecord]) -> None:
-        """See runtime.Sink. 5 µs each, the access log's line included."""
+        """See runtime.Sink. 2 us each."""
         for record in records:
             self._requests.count(record)
-        if self._write_access is not None:
-            at, level = line.now(), self._access_level
-            self._write_access([access_line(one, at) for one in records if LEVELS[one.outcome] >= level])
 
     def totals(self) -> Totals:
         """What was counted since the start."""
@@ -325,9 +294,9 @@ class Telemetry:
         text = "Internal errors, logged with a traceback: please report them"
         workers = self._watched.workers
         more, dropped = (0, 0) if workers is None else (workers.internal_errors, workers.dropped_lines)
-        yield counter("internal_errors", text, self.internal_errors + more)
+        yield counter("internal_errors", text, self._log.internal_errors + more)
         text = "Log lines dropped because standard output was too slow or closed"
-        yield counter("log_lines_dropped", text, self.dropped_lines + dropped)
+        yield counter("log_lines_dropped", text, self._log.dropped_lines + dropped)
         lag = histogram("loop_lag_seconds", "Delay of the event loop, measured 20 times a second", ())
         add_to(lag, [], self._lag)
         yield lag

@@ -7,10 +7,12 @@ library's, as logging handlers do.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import threading
 import time
 from collections import deque
+from pathlib import Path
 from typing import Final
 
 MAX_LINES: Final = 16_384
@@ -24,8 +26,13 @@ RETRY_S: Final = 0.01
 class LineWriter:
     """Writes lines to a file descriptor (1 = standard output) from a thread of its own."""
 
-    def __init__(self, fd: int = 1) -> None:
+    def __init__(self, fd: int = 1, lock: Path | None = None) -> None:
+        """`lock`: a file that every process locks while it writes to the same place. The kernel may mix what two write
+        to a pipe if it is more than 4 KB, and a batch of lines is. The file is made if it does not exist. Raises
+        OSError.
+        """
         self._fd = fd
+        self._lock = None if lock is None else os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._pieces: deque[tuple[bytes, int]] = deque()
         """Some lines, and how many they are."""
         self._wake = threading.Event()
@@ -67,6 +74,9 @@ class LineWriter:
         self._full.set()
         self._wake.set()
         self._writing.join(timeout_s)
+        if self._lock is not None and not self._writing.is_alive():
+            os.close(self._lock)
+            self._lock = None
 
     def _run(self) -> None:
         while not self._closed:
@@ -83,7 +93,12 @@ class LineWriter:
                     batch.append(piece)
                     count += lines
                 self._taken += count
-                self._write_all(batch, count)
+                if self._lock is None:
+                    self._write_all(batch, count)
+                else:
+                    fcntl.flock(self._lock, fcntl.LOCK_EX)
+                    self._write_all(batch, count)
+                    fcntl.flock(self._lock, fcntl.LOCK_UN)
 
     def _write_all(self, batch: list[bytes], count: int) -> None:
         left = memoryview(b"".join(batch))

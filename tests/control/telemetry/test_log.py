@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -318,3 +320,35 @@ def test_lines_that_wait_for_a_slow_reader_take_what_they_weigh() -> None:
     before = resident_bytes()
     lines = [access_line(record(), lines_of.now()) for _ in range(MAX_LINES)]
     assert resident_bytes() - before < 10 * sum(map(len, lines))
+
+
+# --- Several processes ------------------------------------------------------------------------------------------------
+
+
+WRITING = """
+import sys
+from pathlib import Path
+from lbproxy.control.telemetry.writer import LineWriter
+writer = LineWriter(1, Path(sys.argv[1]))
+for _ in range(8):
+    writer.write([sys.argv[2].encode() * 400 + b"\\n"] * 256)
+writer.close(timeout_s=30.0)
+"""
+"""What one process does: batches of lines that are larger than what a pipe holds."""
+
+
+def test_processes_that_share_a_pipe_do_not_mix_their_lines(tmp_path: Path) -> None:
+    """Without the lock they do: of a batch a pipe takes what it has room for, and then another's may follow."""
+    reading, fd = os.pipe()
+    lock = str(tmp_path / "log")
+    writers = [subprocess.Popen([sys.executable, "-c", WRITING, lock, name], stdout=fd) for name in "abc"]
+    os.close(fd)
+    data = b""
+    while piece := os.read(reading, 1 << 12):
+        data += piece
+    os.close(reading)
+    for one in writers:
+        assert one.wait() == 0
+    lines = data.splitlines()
+    assert len(lines) == 3 * 8 * 256
+    assert all(len(line) == 400 and len(set(line)) == 1 for line in lines)

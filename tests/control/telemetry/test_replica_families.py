@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from lbproxy.config.tree import LogSettings
 from lbproxy.control.families.replicas import replica_families
+from lbproxy.control.telemetry.process_log import ProcessLog
 from lbproxy.control.telemetry.telemetry import Telemetry
 from tests.support.aio import run
 from tests.support.replicas import FakeReplicas, other, unheard
@@ -67,10 +68,11 @@ def test_what_is_not_known_has_no_sample() -> None:
 
 
 def test_a_page_has_them_only_if_there_are_replicas() -> None:
-    telemetry = Telemetry(LogSettings())
+    log = ProcessLog(LogSettings())
+    telemetry = Telemetry(log)
     try:
         assert b"lbproxy_replica" not in run(telemetry.page())[0]
         telemetry.watch_replicas(FakeReplicas(other("lb-2")))
         assert b'lbproxy_replica_in_flight{replica="lb-2"} 4.0' in run(telemetry.page())[0]
     finally:
-        telemetry.close()
+        log.close()

@@ -24,6 +24,7 @@ from lbproxy.control.families.requests import (
     QUEUE_BUCKETS,
     RequestCounts,
 )
+from lbproxy.control.telemetry.process_log import ProcessLog
 from lbproxy.control.telemetry.telemetry import LEARNED_A_TURN, Telemetry
 from lbproxy.control.telemetry.writer import LineWriter
 from lbproxy.core.endpoints.breaker import Cause
@@ -93,15 +94,16 @@ def seen(uid: int, *models: str, name: str = "", **differs: object) -> EndpointS
 
 
 @contextmanager
-def telemetry(*endpoints: EndpointSnapshot, access: bool = False) -> Iterator[tuple[Telemetry, FakePool]]:
+def telemetry(*endpoints: EndpointSnapshot) -> Iterator[tuple[Telemetry, FakePool]]:
     fd = os.open(os.devnull, os.O_WRONLY)
-    made = Telemetry(LogSettings(access=access), LineWriter(fd))
+    log = ProcessLog(LogSettings(), LineWriter(fd))
+    made = Telemetry(log)
     pool = FakePool(*endpoints)
     made.watch(pool, pool, pool)
     try:
         yield made, pool
     finally:
-        made.close()
+        log.close()
         os.close(fd)
 
 
@@ -222,7 +224,7 @@ def test_failed_attempts_are_charged_to_the_endpoint_that_failed() -> None:
 def test_request_lines_have_a_level_and_obey_it(level: str, written: int, tmp_path: Path) -> None:
     log = tmp_path / "log"
     fd = os.open(log, os.O_WRONLY | os.O_CREAT)
-    made = Telemetry(LogSettings.model_validate({"level": level}), LineWriter(fd))
+    made = ProcessLog(LogSettings.model_validate({"level": level}), LineWriter(fd))
     for outcome in (Outcome.COMPLETED, Outcome.UPSTREAM_BROKE, Outcome.INTERNAL_ERROR):
         made.ended([record(outcome=outcome)])
     made.close()
@@ -234,7 +236,7 @@ def test_request_lines_have_a_level_and_obey_it(level: str, written: int, tmp_pa
 def test_hostile_model_names_make_no_series() -> None:
     """A client chooses the name, so a name may be a label only if an endpoint says that it serves it."""
     rng = random.Random(1)
-    with telemetry(seen(1, "m"), access=True) as (made, _):
+    with telemetry(seen(1, "m")) as (made, _):
         made.ended([record()])
         for n in range(20_000):
             name = "".join(chr(rng.randrange(32, 0x2FFF)) for _ in range(rng.randrange(1, 40))) + str(n)
@@ -401,11 +403,11 @@ def test_every_family_says_what_it_is() -> None:
 
 def test_the_log_gets_requests_and_transitions() -> None:
     reader = Reader()
-    made = Telemetry(LogSettings(), LineWriter(reader.fd))
-    made.ended([record()])
+    log = ProcessLog(LogSettings(), LineWriter(reader.fd))
+    log.ended([record()])
     endpoint = seen(1).endpoint
-    made.transition(Transition(endpoint, Health.UP, Health.DOWN, "GET /health returned 503"))
-    made.close()
+    Telemetry(log).transition(Transition(endpoint, Health.UP, Health.DOWN, "GET /health returned 503"))
+    log.close()
     request, transition = map(json.loads, reader.lines())
     assert (request["event"], request["id"]) == ("request", "r0")
     assert transition["event"] == "transition"
@@ -416,7 +418,7 @@ def test_the_log_gets_requests_and_transitions() -> None:
 
 def test_the_access_log_can_be_off() -> None:
     reader = Reader()
-    made = Telemetry(LogSettings(access=False), LineWriter(reader.fd))
+    made = ProcessLog(LogSettings(access=False), LineWriter(reader.fd))
     made.ended([record()])
     made.close()
     assert reader.lines() == []
