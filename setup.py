@@ -41,7 +41,7 @@ COMPILED = {
     "lbproxy/core/scaling": "demand",
     "lbproxy/core/replicas": "journal peers",
     "lbproxy/core/observed": "record snapshot",
-    "lbproxy/workers": "contents known link remote reports server",
+    "lbproxy/workers": "contents known link origins remote reports server",
     "lbproxy/net/connections": "corked h1 patience pool",
     "lbproxy/proxy/request": "client_request forwarding handshake headers plain reading",
     "lbproxy/proxy/exchange": "exchange exchanger failures lifetime opening relay steps",

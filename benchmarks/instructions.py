@@ -34,6 +34,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypedDict
@@ -59,8 +60,9 @@ from lbproxy.processes.plane import WorkersPlane
 from lbproxy.proxy.front.server import FrontEnd
 from lbproxy.runtime import Runtime
 from lbproxy.workers import messages as m
-from lbproxy.workers.contents import served, submit_of, without_defaults
+from lbproxy.workers.contents import served, submit_of
 from lbproxy.workers.link import Sent
+from lbproxy.workers.origins import Sending
 from lbproxy.workers.server import Session
 
 ROOT = Path(__file__).parents[1]
@@ -70,6 +72,10 @@ RECORDED = Path(__file__).with_name("instructions.json")
 GUARDED = ("1k", "32k", "sse", "worker")
 """The loads of which a test allows no more than `WORSE` times what is recorded."""
 WORSE = 1.03
+LAYOUTS = ("", "# one", "# and another, so that what follows lies elsewhere in memory")
+"""Comments in the settings. Where names lie in memory decides which of Python's look-ups of attributes displace each
+other in its type cache: of one build an event took 10,407, 10,901 or 11,270 instructions.
+"""
 SHOWN = 60
 """Functions of a table."""
 WARM, COUNTED = 600, 500
@@ -233,7 +239,8 @@ class Balancing:
         self.session.link.connection_made(self.transport)
         self.hears(_frame(m.Hello(0, 1)))
         self.server.ready()
-        self.frames = iter([_frames(number) for number in range(WARM + COUNTED)])
+        sending = Sending()
+        self.frames = iter([_frames(sending, number) for number in range(WARM + COUNTED)])
 
     def _make_plane(self, parts: Parts) -> WorkersPlane:
         plane = WorkersPlane(parts, "", "")
@@ -259,7 +266,7 @@ def _frame(*messages: Sent) -> bytes:
     return len(packed).to_bytes(4, "little") + packed
 
 
-def _frames(number: int) -> tuple[bytes, bytes]:
+def _frames(sending: Sending, number: int) -> tuple[bytes, bytes]:
     """What a worker sends about a request: when it comes, and when its response is complete and sent to its client."""
     name, path, usage, began = f"{number:032x}", "/v1/chat/completions", Usage(250, None, 6), 1.0 + number
     asked = "POST", path, "127.0.0.1"
@@ -271,7 +278,7 @@ def _frames(number: int) -> tuple[bytes, bytes]:
     record.request_bytes, record.response_bytes, record.flow = 1040, len(ANSWER), "anonymous"
     record.placed_at = record.first_byte_at = record.ended_at = began
     answered = m.Answered(number, m.OUTCOME_NUMBERS[Outcome.COMPLETED], usage, True)
-    submit = without_defaults(submit_of(number, request, record, frozenset(), None, False, None))
+    submit = sending.shortened(submit_of(number, request, record, frozenset(), None, False, None))
     return _frame(submit), _frame(served(record, answered))
 
 
@@ -391,6 +398,16 @@ def measured(load: str, how: How = How()) -> float:
     return int(found[1]) / COUNTED
 
 
+def least(load: str, enough: float = 0.0) -> float:
+    """The same in the best of `LAYOUTS`; others are not tried after one with at most `enough`."""
+    found = inf
+    for layout in LAYOUTS:
+        found = min(found, measured(load, How(settings=layout)))
+        if found <= enough:
+            break
+    return found
+
+
 def by_function(profile: str) -> str:
     """The functions in which a run spends most, with their own instructions for each request or event."""
     command = ["callgrind_annotate", "--threshold=100", "--show-percs=no", "--auto=no", profile]
@@ -432,7 +449,7 @@ def record() -> None:
     if (why := missing()) is not None:
         raise SystemExit(f"not recorded, {why}")
     python, machine = built_with()
-    counts = {load: round(measured(load)) for load in GUARDED}
+    counts = {load: round(least(load)) for load in GUARDED}
     RECORDED.write_text(json.dumps(Record(instructions=counts, python=python, machine=machine), indent=2) + "\n")
     print(counts)
 

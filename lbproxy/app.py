@@ -130,21 +130,16 @@ class Proxy:
         first_uid: int = 0,
         log: ProcessLog | None = None,
     ) -> None:
-        """`make_plane`: clients are served in this process unless it is given. `first_uid`: see Balancer. `log`:
-        closed by `close`.
-        """
+        """`make_plane`: clients are served in this process unless it is given. `first_uid`: see Balancer."""
         self.notifier = notifier
         self.settings = settings
         """Those that hold now."""
         self.rng = rng = random.Random()  # noqa: S311 - spreads load and retries; nothing secret hangs on it
-        self.log = log or ProcessLog(settings.log)
-        self.telemetry = Telemetry(self.log)
+        self.telemetry = Telemetry(log or ProcessLog(settings.log))
         balancer = Balancer(make_policy(settings.routing, rng), settings.balancing, rng=rng, first_uid=first_uid)
         balancer.explain(settings.explain.wanted)
-        self.recent = Recent(settings.explain.requests, self._now, self._running_records)
-        sinks: list[Sink] = [self.telemetry, self.recent]
-        if make_plane is None:  # else who serves clients logs what it served
-            sinks.append(self.log)
+        self.recent = Recent(settings.explain.requests, time.monotonic, self._running_records)
+        sinks: list[Sink] = [self.telemetry, self.recent, *([self.telemetry.log] if make_plane is None else [])]
         self.runtime = runtime = Runtime(balancer, sinks)
         self.connections = ConnectionPool(runtime.pulse)
         runtime.pulse.listen(notifier.beat)
@@ -154,7 +149,7 @@ class Proxy:
         self.telemetry.watch_traces(self.plane.tracing)
         self.telemetry.watch_load(self.plane.load, self.plane.door, self.plane.pulse, self.plane.workers)
         self.scraping = Scraping(self.connections, settings.scrape, Engines(settings.engines), rng, self._found_ranks)
-        self.keeper = Keeper(balancer, settings.state, self.telemetry.loads.state, self._now)
+        self.keeper = Keeper(balancer, settings.state, self.telemetry.loads.state, runtime.now)
         self.replication = make_replication(settings.replicas, balancer, runtime)
         self.telemetry.watch_replicas(self.replication)
         self.drivers = _Drivers(KvEvents(balancer, runtime), SleepDriver(balancer, runtime, self.connections, rng))
@@ -182,9 +177,6 @@ class Proxy:
         )
         state.workers, state.replicas = self.plane.workers, self.replication
         return Admin(runtime, front, telemetry, admin.token, Api(runtime, state, self.history, self))
-
-    def _now(self) -> float:
-        return self.runtime.now()
 
     def _running_records(self) -> Iterable[RequestRecord]:
         return self.plane.front.running_records()
@@ -241,7 +233,7 @@ class Proxy:
             await self.admin.close()
         await self.plane.close()
         self.connections.close()
-        self.log.close()
+        self.telemetry.log.close()
         self.drivers.kv_events.close()
 
     # Listening
@@ -378,7 +370,7 @@ class Proxy:
         self.scraping = Scraping(
             self.connections, settings.scrape, Engines(settings.engines), self.rng, self._found_ranks
         )
-        self.log.reconfigure(settings.log)
+        self.telemetry.log.reconfigure(settings.log)
         self.recent.reconfigure(settings.explain.requests)
         if self.admin is not None and settings.admin is not None:
             self.admin.access.token = settings.admin.token
@@ -426,7 +418,7 @@ class Proxy:
         """See api.Steering."""
         log = self.settings.log.model_copy(update={"level": level})
         self.settings = self.settings.model_copy(update={"log": log})
-        self.log.reconfigure(log)
+        self.telemetry.log.reconfigure(log)
 
     def origin(self, name: str) -> str:
         """See api.Steering."""

@@ -143,8 +143,7 @@ class Supervisor:
         self._notifier = notifier
         self._loop = asyncio.get_running_loop()
         self._sockets: dict[str, Sequence[socket.socket]] = {}
-        self._folder = tempfile.mkdtemp(prefix="lbproxy-")  # with mode 0700
-        self.path = os.path.join(self._folder, "balancer.sock")
+        self.path = os.path.join(tempfile.mkdtemp(prefix="lbproxy-"), "balancer.sock")  # in a folder of mode 0700
         """Where workers find the balancer process."""
         self._shares = Shares(beside(self.path, SHARES))
         self._at = app.Listening("", None)
@@ -215,7 +214,7 @@ class Supervisor:
     def close(self) -> None:
         """Let go of everything."""
         self._close_sockets()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(os.path.dirname(self.path), ignore_errors=True)
 
     def _close_sockets(self) -> None:
         for listening in self._sockets.values():

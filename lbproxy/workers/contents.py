@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, get_args
+from typing import Final
 
 from lbproxy.core.endpoints.credentials import ApiKey, Proxy, Tls
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
@@ -11,28 +11,12 @@ from lbproxy.core.engines.handover import Handover, Role
 from lbproxy.core.observed.record import MAX_PATH_CHARS, RequestRecord
 from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.core.requests.request import WHOLE, InferenceRequest, Usage
+from lbproxy.core.requests.request import WHOLE, InferenceRequest
 from lbproxy.workers import messages as m
 from lbproxy.workers.link import Sent
+from lbproxy.workers.origins import NOT_KEPT
 
-_SUBMIT: Final = m.Submit.__struct_config__.tag
 _PLACED: Final = m.Placed.__struct_config__.tag
-_HEAD: Final = len(get_args(m.RequestHead))
-_USUAL_REST: Final[m.Fields] = tuple(InferenceRequest("", None))[_HEAD:]
-
-
-def request_fields(request: InferenceRequest) -> tuple[Any, Any]:
-    """The request, as messages have it: a `RequestHead`, and a `RequestRest` or None. Any: or compiled code looks at
-    each field of the tuples.
-    """
-    fields: m.Fields = request
-    rest = fields[_HEAD:]
-    return fields[:_HEAD], None if rest == _USUAL_REST else rest
-
-
-def read_request(head: m.Fields, rest: m.Fields | None) -> InferenceRequest:
-    """The request of a `Submit` or `Remember`."""
-    return tuple.__new__(InferenceRequest, head + (_USUAL_REST if rest is None else rest))  # `_make` is in Python
 
 
 def submit_of(  # noqa: PLR0913, PLR0917 - see RequestRuntime.submit
@@ -45,21 +29,11 @@ def submit_of(  # noqa: PLR0913, PLR0917 - see RequestRuntime.submit
     owner: str | None,
 ) -> m.Submit:
     """The message about an attempt that begins."""
-    head, rest = request_fields(request)
     attempt = None
     if avoid or suspect is not None or again or owner is not None:
         attempt = tuple(avoid), suspect, again, owner
-    about = record.method, record.path, record.client, record.route, record.started_at, record.key
-    return m.Submit(number, head, about, rest, attempt)
-
-
-def without_defaults(message: m.Submit) -> m.Submit | tuple[object, ...]:
-    """The same without the fields at its end that are as in most requests, if all are: a third of its bytes, and of the
-    time that it takes to read."""
-    if message.rest is not None or message.attempt is not None:
-        return message
-    anything: Any = message  # or compiled code looks at each field of the tuples
-    return _SUBMIT, message.number, anything.head, anything.record
+    origin = record.method, record.path, record.client, record.route, record.key, NOT_KEPT
+    return m.Submit(number, request, record.started_at, origin, attempt)
 
 
 def placed(number: int, ticket: Ticket, prompt_tokens: float, explanation: str | None) -> Sent:
@@ -73,11 +47,6 @@ def placed(number: int, ticket: Ticket, prompt_tokens: float, explanation: str |
     first_uid = 0 if first is None else first.placed_state.endpoint.uid
     rest = waited, state.asks_load, explanation, leg, first_uid, None if overflow is None else overflow.value
     return m.Placed(number, uid, placed_at, prompt_tokens, rest)
-
-
-def read_usage(fields: m.Fields | None) -> Usage | None:
-    """The usage that travelled as its tuple."""
-    return None if fields is None else tuple.__new__(Usage, fields)
 
 
 def message_of(record: RequestRecord) -> m.Ended:
@@ -133,7 +102,7 @@ def fill(record: RequestRecord, end: m.Ended) -> RequestRecord:
     record.endpoint = end.endpoint
     record.prefill = end.prefill
     record.prefill_s = end.prefill_s
-    record.prefill_usage = read_usage(end.prefill_usage)
+    record.prefill_usage = end.prefill_usage
     record.first_legs = end.first_legs
     record.attempts = end.attempts
     record.status = end.status
@@ -143,7 +112,7 @@ def fill(record: RequestRecord, end: m.Ended) -> RequestRecord:
     record.request_bytes = end.request_bytes
     record.response_bytes = end.response_bytes
     record.events = end.events
-    record.usage = read_usage(end.usage)
+    record.usage = end.usage
     record.key = end.key
     record.flow = end.flow
     record.queue_s = end.queue_s
@@ -195,10 +164,10 @@ def served(record: RequestRecord, answered: m.Answered | None) -> m.Served:
 def fill_plain(record: RequestRecord, what: m.Fields) -> Outcome:
     """Write what a worker noted into a plain record that the balancer process began. Returns its outcome."""
     (
-        _, _, number, record.status, record.request_bytes, record.response_bytes, record.events, usage,
+        _, _, number, record.status, record.request_bytes, record.response_bytes, record.events, record.usage,
         record.queue_s, record.first_byte_at, record.ended_at,
     ) = what  # fmt: skip
-    record.attempts, record.usage = 1, read_usage(usage)
+    record.attempts = 1
     record.outcome = outcome = m.OUTCOMES[number]
     return outcome
 

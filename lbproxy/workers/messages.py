@@ -3,30 +3,33 @@
 
 Each message is a msgspec Struct that is encoded as a msgpack array: its tag, then its fields in order. Both ends are
 the same version of lbproxy on one machine, started by one supervisor, so a message has no version and is not validated
-beyond its types. Usages and load reports travel as the tuples that they are; a request as a tuple of its first fields,
-and one of the rest if it is not as by default. `number` is the number of a
+beyond its types. Requests, usages and load reports travel as the tuples that they are. `number` is the number of a
 request in its worker: the same for all of its attempts and its record.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, get_args
 
 import msgspec
 
+from lbproxy.core.engines.orca import LoadReport
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.core.requests.request import WHOLE
+from lbproxy.core.requests.request import WHOLE, InferenceRequest, Usage
 
 Fields: TypeAlias = tuple[Any, ...]
 """The fields of a NamedTuple."""
-RequestHead: TypeAlias = tuple[str, str | None, bool, int, int, tuple[int, ...], int | None]
-"""Of an InferenceRequest, from its id to its max_tokens: what differs in most requests."""
-RequestRest: TypeAlias = tuple[
-    int, str | None, bool, str, float | None, int, str | None, bool, bool, bool, bool, bool, int, int, int,
+RequestFields: TypeAlias = tuple[
+    str, str | None, bool, int, int, tuple[int, ...], int | None, int, str | None, bool, str, float | None, int,
+    str | None, bool, bool, bool, bool, bool, int, int, int,
 ]  # fmt: skip
-"""The fields after that."""
-RecordHead: TypeAlias = tuple[str, str, str, str, float, str | None]
-"""Of a RequestRecord: method, path, client, route, started_at, key."""
+"""Of an InferenceRequest."""
+# By these requests and usages are read. Compiled, a NamedTuple does not know the types of its fields.
+InferenceRequest.__annotations__.update(zip(InferenceRequest._fields, get_args(RequestFields), strict=True))
+Usage.__annotations__.update(dict.fromkeys(Usage._fields, int | None))
+Origin: TypeAlias = tuple[str, str, str, str, str | None, int]
+"""What many requests have in common. Of a RequestRecord: method, path, client, route, key; and the number by which
+later requests on this link refer to it: see `workers.origins`."""
 AttemptFields: TypeAlias = tuple[tuple[int, ...], int | None, bool, str | None]
 """See RequestRuntime.submit: `avoid`, `suspect`, `again`; and the base URL of the endpoint that has the request's
 stored response, None = not known."""
@@ -36,7 +39,7 @@ explanation, if the client asked for one (`core.policies.explain.compact`); the 
 leg, if both were placed, the endpoint of the first, else 0; `overflow` of the Ticket."""
 USUAL_PLACEMENT: Final[PlacedRest] = (False, False, None, WHOLE, 0, None)
 ServedFields: TypeAlias = tuple[
-    bool, bool, int, int, int, int, int, Fields | None, float, float | None, float,
+    bool, bool, int, int, int, int, int, Usage | None, float, float | None, float,
 ]  # fmt: skip
 """Whether it stands for `Answered`, too, which was to leave at the same time, with `began` of that. Of a RequestRecord:
 outcome (by its number), status, request_bytes, response_bytes, events, usage, queue_s, first_byte_at, ended_at."""
@@ -60,14 +63,13 @@ class Hello(Message, tag=1):
 
 
 class Submit(Message, tag=2):
-    """An attempt begins: see RequestRuntime.submit. What comes after `record` is as here in most requests, and not sent
-    then (`contents.without_defaults`). It has few fields, as each one is slow to read."""
+    """An attempt begins: see RequestRuntime.submit. What is as by default is not sent (`origins.Sending`)."""
 
     number: int
-    head: RequestHead
-    record: RecordHead
-    rest: RequestRest | None = None
-    """None: the defaults of an InferenceRequest."""
+    request: InferenceRequest
+    started_at: float
+    origin: Origin | int
+    """The number: of one that was sent on this link."""
     attempt: AttemptFields | None = None
     """None: the first one."""
 
@@ -90,7 +92,7 @@ class Close(Message, tag=5):
 
     number: int
     outcome: int
-    usage: Fields | None
+    usage: Usage | None
     timed_out: bool
 
 
@@ -99,7 +101,7 @@ class Answered(Message, tag=6):
 
     number: int
     outcome: int
-    usage: Fields | None
+    usage: Usage | None
     began: bool
 
 
@@ -130,7 +132,7 @@ class Load(Message, tag=9):
     """See RequestRuntime.report_load."""
 
     number: int
-    report: Fields | None
+    report: LoadReport | None
 
 
 class Ended(Message, tag=10):
@@ -149,7 +151,7 @@ class Ended(Message, tag=10):
     endpoint: str | None
     prefill: str | None
     prefill_s: float | None
-    prefill_usage: Fields | None
+    prefill_usage: Usage | None
     first_legs: tuple[tuple[str, str], ...]
     attempts: int
     status: int
@@ -159,7 +161,7 @@ class Ended(Message, tag=10):
     request_bytes: int
     response_bytes: int
     events: int
-    usage: Fields | None
+    usage: Usage | None
     key: str | None
     flow: str | None
     queue_s: float
@@ -329,8 +331,7 @@ class Remember(Message, tag=38):
 
     response_id: str
     uid: int
-    head: RequestHead
-    rest: RequestRest | None
+    request: InferenceRequest
 
 
 class Refreshed(Message, tag=39):

@@ -40,9 +40,10 @@ from lbproxy.core.requests.retry import FailureKind, Retries, UpstreamError, Ver
 from lbproxy.pulse import Pulse
 from lbproxy.request_runtime import RequestRuntime
 from lbproxy.workers import messages as m
-from lbproxy.workers.contents import read_endpoint, read_handover, read_request, submit_of, without_defaults
+from lbproxy.workers.contents import read_endpoint, read_handover, submit_of
 from lbproxy.workers.known import Known
 from lbproxy.workers.link import Link
+from lbproxy.workers.origins import Sending
 from lbproxy.workers.reports import Reports
 
 logger = logging.getLogger("lbproxy")
@@ -145,7 +146,7 @@ class RemoteRuntime(RequestRuntime):
 
     def attach(self, link: Link[m.ToWorker]) -> None:
         """There is a link to a balancer process, which has not said yet that it is ready."""
-        self._link = link
+        self._link, self._reports.origins = link, Sending()
 
     def detach(self) -> None:
         """The link is lost: decide alone, about requests that wait as well."""
@@ -193,7 +194,7 @@ class RemoteRuntime(RequestRuntime):
         message = submit_of(number, request, record, avoid, suspect, again, owned_by)
         self._open[number] = _Open(ticket, record, message, settled)
         if self._welcomed and self._link is not None:
-            self._link.send(without_defaults(message))
+            self._link.send(self._reports.origins.shortened(message))
         else:
             self._place_alone(ticket)
         return ticket
@@ -454,8 +455,8 @@ class RemoteRuntime(RequestRuntime):
         self.known.list_models(EndpointUid(message.uid), read)
 
     def _on_remember(self, message: m.Remember) -> None:
-        request = read_request(message.head, message.rest)
-        self.known.stored_responses.remember(message.response_id, EndpointUid(message.uid), request, now=self.now())
+        stored, uid = self.known.stored_responses, EndpointUid(message.uid)
+        stored.remember(message.response_id, uid, message.request, now=self.now())
 
     def _on_refreshed(self, message: m.Refreshed) -> None:
         call = self._calls.get(message.call)

@@ -13,6 +13,7 @@ from lbproxy.core.observed.sink import Sink
 from lbproxy.workers import messages as m
 from lbproxy.workers.contents import is_plain, message_of, served
 from lbproxy.workers.link import Link
+from lbproxy.workers.origins import Sending
 
 MAX_UNSENT: Final = 50_000
 """Records that wait for a balancer process: 10 s of 5,000 requests a second, in about 30 MB."""
@@ -20,7 +21,7 @@ MAX_UNSENT: Final = 50_000
 
 class Reports:
     """Reports that need not leave at once: records, for the balancer process and for this process's own sinks, and
-    progress.
+    progress; and what the balancer process was told before.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sinks: Sequence[Sink]) -> None:
@@ -30,6 +31,8 @@ class Reports:
         self._ended: list[RequestRecord] = []
         self.progress: dict[int, int] = {}
         """Tokens by number, to be sent soon."""
+        self.origins = Sending()
+        """Of the link that there is now."""
         self.known_from = 0
         """Requests with this number and higher ones were submitted to the balancer process that there is now."""
 

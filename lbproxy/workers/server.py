@@ -18,16 +18,17 @@ from typing import Any, Final, cast
 
 from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.endpoints.health import Transition
-from lbproxy.core.engines.orca import LoadReport
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.policies.explain import compact
 from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.core.requests.retry import FailureKind, UpstreamError, Verdict
 from lbproxy.runtime import Runtime
 from lbproxy.workers import messages as m
-from lbproxy.workers.contents import fill, fill_plain, member, placed, read_request, read_usage, request_fields
+from lbproxy.workers.contents import fill, fill_plain, member, placed
 from lbproxy.workers.link import Link
+from lbproxy.workers.origins import Receiving
 
 logger = logging.getLogger("lbproxy")
 
@@ -43,15 +44,20 @@ NO_BEAT: Final = m.Beat(0, 0, 0, 0.0, (), None, None, 0, 0, None, {}, 0, {}, 0, 
 class _Job:
     """A request of a worker."""
 
-    __slots__ = ("looked", "number", "record", "submit", "ticket")
+    __slots__ = ("looked", "number", "record", "session", "submit", "ticket")
 
-    def __init__(self, number: int, record: RequestRecord, submit: m.Submit) -> None:
+    def __init__(self, session: Session, number: int, record: RequestRecord, submit: m.Submit) -> None:
+        self.session = session
         self.number = number
         self.record = record
         self.submit = submit
         self.ticket: Ticket | None = None
         self.looked = False
         """All endpoints were asked for their models because of it."""
+
+    def settled(self, ticket: Ticket) -> None:
+        """See RequestRuntime.submit."""
+        self.session.settled(self, ticket)
 
 
 class Session:
@@ -69,6 +75,7 @@ class Session:
         """Of one core, between its last two beats."""
         self._beat_at = 0.0
         self.jobs: dict[int, _Job] = {}
+        self._origins = Receiving()
         self.adopted = asyncio.Event()
         """It uses the settings that it was sent last, or it is gone."""
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
@@ -126,26 +133,26 @@ class Session:
     # Requests
 
     def _on_submit(self, message: m.Submit) -> None:
-        number = message.number
-        job = self.jobs.get(number)
-        if job is None:
-            job = self._begin(number, message)
+        job = self._job(message)
         self._submit(job, message, False)
 
-    def _begin(self, number: int, message: Any) -> _Job:
-        """Any: or compiled code looks at each field of the tuples."""
-        about: m.Fields = message.record
-        head: m.Fields = message.head
-        record = RequestRecord(head[0], about[0], about[1], about[2], about[4])
-        record.route, record.key = about[3], about[5]
-        record.model, record.stream = head[1], head[2]
-        job = self.jobs[number] = _Job(number, record, message)
+    def _job(self, message: Any) -> _Job:
+        """That of an attempt; it begins with the first one. Any: or compiled code looks at each field of the tuples."""
+        number, origin = message.number, self._origins.origin(message.origin)
+        job = self.jobs.get(number)
+        if job is not None:
+            return job
+        request: m.Fields = message.request
+        record = RequestRecord(request[0], origin[0], origin[1], origin[2], message.started_at)
+        record.route, record.key = origin[3], origin[4]
+        record.model, record.stream = request[1], request[2]
+        job = self.jobs[number] = _Job(self, number, record, message)
         return job
 
     def _submit(self, job: _Job, message: Any, again: bool) -> None:
-        """Any: see `_begin`. `again`: after a look for its model."""
+        """Any: see `_job`. `again`: after a look for its model."""
         runtime, job.submit = self._runtime, message
-        request = read_request(message.head, message.rest)
+        request: InferenceRequest = message.request
         attempt: m.Fields | None = message.attempt
         avoid, suspect = NOBODY, None
         if attempt is not None:
@@ -160,7 +167,7 @@ class Session:
             request,
             job.record,
             avoid,
-            lambda ticket: self._settled(job, ticket),
+            job.settled,
             None if suspect is None else EndpointUid(suspect),
             again,
         )
@@ -168,9 +175,9 @@ class Session:
         if ticket.wait is not None:
             job.record.note_wait(ticket)
         if ticket.state is not TicketState.WAITING:
-            self._settled(job, ticket)
+            self.settled(job, ticket)
 
-    def _settled(self, job: _Job, ticket: Ticket) -> None:
+    def settled(self, job: _Job, ticket: Ticket) -> None:
         """The ticket was placed, or closed without a place."""
         if ticket.placed_on is None:
             self._refused(job, ticket)
@@ -222,13 +229,12 @@ class Session:
     def _on_close(self, message: m.Close) -> None:
         job = self.jobs.get(message.number)
         if job is not None and job.ticket is not None:
-            usage = read_usage(message.usage)
-            self._runtime.close(job.ticket, m.OUTCOMES[message.outcome], usage, timed_out=message.timed_out)
+            self._runtime.close(job.ticket, m.OUTCOMES[message.outcome], message.usage, timed_out=message.timed_out)
 
     def _on_answered(self, message: m.Answered) -> None:
         if (ticket := self._placed(message.number)) is not None:
-            runtime, usage = self._runtime, read_usage(message.usage)
-            runtime.answered(ticket, m.OUTCOMES[message.outcome], usage, began=message.began, now=runtime.now())
+            runtime, outcome = self._runtime, m.OUTCOMES[message.outcome]
+            runtime.answered(ticket, outcome, message.usage, began=message.began, now=runtime.now())
 
     def _on_failed(self, message: m.Failed) -> None:
         if (ticket := self._placed(message.number)) is not None:
@@ -243,15 +249,14 @@ class Session:
         if (ticket := self._placed(message.number)) is not None:
             self._runtime.stores(ticket, message.response_id)
             uid = ticket.placed_state.endpoint.uid
-            note = m.Remember(message.response_id, uid, *request_fields(ticket.request))
+            note = m.Remember(message.response_id, uid, ticket.request)
             for other in self._server.sessions:
                 if other is not self:
                     other.link.send(note)
 
     def _on_load(self, message: m.Load) -> None:
         if (ticket := self._placed(message.number)) is not None:
-            report = None if message.report is None else LoadReport._make(message.report)
-            self._runtime.report_load(ticket, report)
+            self._runtime.report_load(ticket, message.report)
 
     def _on_ended(self, message: m.Ended) -> None:
         job = self.jobs.pop(message.number, None)
@@ -269,7 +274,7 @@ class Session:
         if job is None:
             return
         runtime, record, ticket = self._runtime, job.record, job.ticket
-        what: m.Fields = cast(Any, message).what  # see `_begin`
+        what: m.Fields = cast(Any, message).what  # see `_job`
         outcome = fill_plain(record, what)
         if ticket is not None and ticket.state is not TicketState.CLOSED:
             if what[0] and ticket.state is TicketState.PLACED:
@@ -280,9 +285,8 @@ class Session:
 
     def _on_running(self, message: m.Running) -> None:
         """A request that was placed by another balancer process, or by the worker alone."""
-        submit: Any = message.submit
-        job = self._begin(submit.number, submit)
-        request, told_tokens = read_request(submit.head, submit.rest), message.told_tokens
+        job = self._job(message.submit)
+        request, told_tokens = message.submit.request, message.told_tokens
         job.ticket = self._runtime.adopt(request, message.url, began=message.began, told_tokens=told_tokens)
 
     def strand(self) -> None:

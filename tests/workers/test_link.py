@@ -16,7 +16,6 @@ import pytest
 from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.workers import link as links
 from lbproxy.workers import messages as m
-from lbproxy.workers.contents import read_request, request_fields
 from tests.support.aio import run, until
 from tests.support.compiled import interpreted
 from tests.support.links import End, pair
@@ -227,16 +226,15 @@ def test_what_msgpack_cannot_encode_costs_nothing_else() -> None:
 
     async def body() -> None:
         async with pair() as (worker, balancer):
-            head, rest = request_fields(request)
-            message = m.Submit(2, head, ("POST", "/\udcff", "c", "r", 0.0, None), rest)
+            message = m.Submit(2, request, 0.0, ("POST", "/\udcff", "c", "r", None, 7))
             for one in (m.FirstByte(1), message, m.FirstByte(3)):
                 worker.link.send(one)
             await until(lambda: len(balancer.arrived) == 3)
             first, odd, last = balancer.arrived
             assert (first, last) == (m.FirstByte(1), m.FirstByte(3))
             assert isinstance(odd, m.Submit)
-            read = read_request(odd.head, odd.rest)
+            read = odd.request
             assert (read.model, read.max_tokens, read.block_keys) == ("\\ud800m", 2**64 - 1, (2**64 - 1,))
-            assert odd.record[1] == "/\\udcff"
+            assert odd.origin == ("POST", "/\\udcff", "c", "r", None, 7)
 
     run(body())

@@ -29,11 +29,7 @@ from lbproxy.workers.contents import (
     message_of,
     read_endpoint,
     read_handover,
-    read_request,
-    read_usage,
-    request_fields,
     served,
-    without_defaults,
 )
 
 REQUEST = InferenceRequest(
@@ -57,10 +53,8 @@ REQUEST = InferenceRequest(
     open_ended=True,
 )
 USAGE = Usage(100, 64, 5, None)
-HEAD, REST = request_fields(REQUEST)
-ABOUT = "POST", "/v1/é", "::1", "chat", 1.25, "key"
-SUBMIT = m.Submit(1, HEAD, ABOUT, REST, ((1 << 32, 5), 5, True, "http://a:1"))
-PLAIN = m.Submit(1, request_fields(InferenceRequest("r", None))[0], ("GET", "", "", "x", 0.0, None))
+SUBMIT = m.Submit(1, REQUEST, 1.25, ("POST", "/v1/é", "::1", "chat", "key", -1), ((1 << 32, 5), 5, True, "http://a:1"))
+PLAIN = m.Submit(1, InferenceRequest("r", None), 0.0, 3)
 ENDPOINT = Endpoint(
     uid=EndpointUid((1 << 32) + 3),
     name="e1",
@@ -129,7 +123,7 @@ MESSAGES: list[m.Message] = [
     m.Members([]),
     m.Models(1, [m.Card("m", b'{"id":"m"}', None), m.Card("a", b"{}", "m")]),
     m.Models(1, None),
-    m.Remember("resp_1", 1, HEAD, REST),
+    m.Remember("resp_1", 1, REQUEST),
     m.Refreshed(3),
     m.Settle("listen: 1\n", 256),
     m.Pong(),
@@ -175,36 +169,21 @@ def test_a_request_is_the_same_object_with_the_same_types() -> None:
     """Block keys are hashed again, and compared with those of other requests: lists would not do."""
     read = through(SUBMIT)
     assert isinstance(read, m.Submit)
-    request = read_request(read.head, read.rest)
-    assert request == REQUEST
-    assert [type(one) for one in request] == [type(one) for one in REQUEST]
+    assert type(read.request) is InferenceRequest
+    assert read.request == REQUEST
+    assert [type(one) for one in read.request] == [type(one) for one in REQUEST]
 
 
-def test_a_plain_attempt_is_sent_without_what_is_as_in_most() -> None:
-    short = without_defaults(PLAIN)
-    assert isinstance(short, tuple)
-    encode, decoder = msgspec.msgpack.encode, msgspec.msgpack.Decoder(m.FromWorker)
-    assert len(encode(short)) < len(encode(PLAIN))
-    assert decoder.decode(encode(short)) == PLAIN
-    assert read_request(PLAIN.head, PLAIN.rest) == InferenceRequest("r", None)
-
-
-@pytest.mark.parametrize("field", m.Submit.__struct_fields__[3:])
-def test_an_attempt_with_one_thing_that_most_have_not_is_sent_whole(field: str) -> None:
-    message = msgspec.structs.replace(PLAIN, **{field: getattr(SUBMIT, field)})
-    assert without_defaults(message) is message
-
-
-def test_a_usage_and_a_refusal_are_read_from_any_sequence() -> None:
+def test_usages_and_refusals_are_read_as_such() -> None:
     close, refused = (
         through(m.Close(1, 0, USAGE, timed_out=False)),
         through(m.Refused(1, 2, 1.0, Refusal("f", "l", 2.0))),
     )
     assert isinstance(close, m.Close)
     assert isinstance(refused, m.Refused)
+    assert type(close.usage) is Usage
+    assert close.usage == USAGE
     assert refused.refusal is not None
-    assert read_usage(close.usage) == USAGE
-    assert read_usage(None) is None
     assert Refusal._make(refused.refusal) == Refusal("f", "l", 2.0)
 
 

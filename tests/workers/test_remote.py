@@ -19,7 +19,7 @@ from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.workers import messages as m
-from lbproxy.workers.contents import member, request_fields
+from lbproxy.workers.contents import member
 from lbproxy.workers.remote import RemoteRuntime
 from tests.support.aio import run, until
 from tests.support.links import End, pair
@@ -138,7 +138,7 @@ def test_a_request_waits_for_the_balancer_process_and_is_placed_where_it_says() 
             worker.runtime.close(ticket, Outcome.COMPLETED, Usage(1, 2, 3))
             worker.runtime.close(ticket, Outcome.CLIENT_CLOSED)
             number = submitted.number
-            closed = m.Close(number, m.OUTCOME_NUMBERS[Outcome.COMPLETED], (1, 2, 3, None), False)
+            closed = m.Close(number, m.OUTCOME_NUMBERS[Outcome.COMPLETED], Usage(1, 2, 3), False)
             await worker.heard(m.Close)
             assert there.arrived[1:] == [m.FirstByte(number), m.Progress({number: 3}), closed]
             assert worker.runtime.placed_alone == 0
@@ -447,7 +447,7 @@ def test_a_stored_response_keeps_its_owner_over_a_new_balancer_process() -> None
             await worker.told(placed(ticket.number, 2))
             worker.runtime.stores(ticket, "resp_1")
             assert await worker.heard(m.Stores) == [m.Stores(ticket.number, "resp_1")]
-            await worker.told(m.Remember("resp_2", 1, *request_fields(request)))
+            await worker.told(m.Remember("resp_2", 1, request))
         following = InferenceRequest("r", "m", response_id="resp_1")
         ticket = worker.runtime.submit(following, a_record(), NOBODY, worker.settled.append)
         assert endpoint_of(ticket) == "e2"

@@ -18,7 +18,7 @@ from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.core.requests.retry import FailureKind
 from lbproxy.runtime import Runtime
 from lbproxy.workers import messages as m
-from lbproxy.workers.contents import request_fields
+from lbproxy.workers.origins import NOT_KEPT
 from lbproxy.workers.server import Session, WorkerServer
 from tests.support.aio import run, until
 from tests.support.compiled import interpreted
@@ -92,9 +92,9 @@ async def balancing(count: int = 2) -> AsyncIterator[Balancing]:
 
 
 def submit(number: int, model: str = MODEL, *, avoid: tuple[int, ...] = (), again: bool = False) -> m.Submit:
-    head, rest = request_fields(InferenceRequest(f"r{number}", model))
     attempt = (avoid, None, again, None) if avoid or again else None
-    return m.Submit(number, head, ("POST", "/v1/x", "127.0.0.1", "chat", 0.0, "key"), rest, attempt)
+    origin = "POST", "/v1/x", "127.0.0.1", "chat", "key", NOT_KEPT
+    return m.Submit(number, InferenceRequest(f"r{number}", model), 0.0, origin, attempt)
 
 
 def ended(number: int, outcome: Outcome = Outcome.COMPLETED) -> m.Ended:
@@ -195,7 +195,7 @@ def test_a_request_from_its_place_to_its_record() -> None:
             assert it.in_flight() == [1]
             (running,) = it.server.running_records()
             assert (running.id, running.endpoint, running.attempts) == ("r7", "e1", 1)
-            await worker.says(m.FirstByte(7), m.Progress({7: 3, 8: 1}), m.Close(7, COMPLETED, (10, 5, 3, None), False))
+            await worker.says(m.FirstByte(7), m.Progress({7: 3, 8: 1}), m.Close(7, COMPLETED, Usage(10, 5, 3), False))
             assert it.in_flight() == [0]
             assert not it.records.requests
             await worker.says(ended(7))
@@ -208,8 +208,7 @@ def test_a_request_from_its_place_to_its_record() -> None:
 
 
 def served(number: int, *, closes: bool) -> m.Served:
-    usage = tuple(Usage(10, 4, 5))
-    return m.Served(number, (closes, False, COMPLETED, 200, 1, 2, 3, usage, 0.0, 2.0, 3.0))
+    return m.Served(number, (closes, False, COMPLETED, 200, 1, 2, 3, Usage(10, 4, 5), 0.0, 2.0, 3.0))
 
 
 @pytest.mark.parametrize("closes", [True, False])
@@ -222,7 +221,7 @@ def test_one_message_ends_a_plain_request(closes: bool) -> None:
             await worker.says(submit(7), m.FirstByte(7))
             assert it.in_flight() == [1]
             if not closes:
-                await worker.says(m.Close(7, COMPLETED, tuple(Usage(10, 4, 5)), False))
+                await worker.says(m.Close(7, COMPLETED, Usage(10, 4, 5), False))
                 assert it.in_flight() == [0]
             await worker.says(served(7, closes=closes))
             assert it.in_flight() == [0]

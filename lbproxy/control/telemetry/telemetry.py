@@ -129,7 +129,7 @@ class Telemetry:
 
     def __init__(self, log: ProcessLog) -> None:
         """`log`: of this process, of which some families are."""
-        self._log = log
+        self.log = log
         self._pool: Snapshots | None = None
         self._open: _Connections | None = None
         self._scrapers: dict[EndpointUid, Scraper] = {}
@@ -294,9 +294,9 @@ class Telemetry:
         text = "Internal errors, logged with a traceback: please report them"
         workers = self._watched.workers
         more, dropped = (0, 0) if workers is None else (workers.internal_errors, workers.dropped_lines)
-        yield counter("internal_errors", text, self._log.internal_errors + more)
+        yield counter("internal_errors", text, self.log.internal_errors + more)
         text = "Log lines dropped because standard output was too slow or closed"
-        yield counter("log_lines_dropped", text, self._log.dropped_lines + dropped)
+        yield counter("log_lines_dropped", text, self.log.dropped_lines + dropped)
         lag = histogram("loop_lag_seconds", "Delay of the event loop, measured 20 times a second", ())
         add_to(lag, [], self._lag)
         yield lag
