@@ -419,6 +419,7 @@ class Proxy:
         log = self.settings.log.model_copy(update={"level": level})
         self.settings = self.settings.model_copy(update={"log": log})
         self.telemetry.log.reconfigure(log)
+        self.plane.set_log_level(level)
 
     def origin(self, name: str) -> str:
         """See api.Steering."""

@@ -102,6 +102,10 @@ class Plane(Protocol):
         """See DataPlane."""
         ...
 
+    def set_log_level(self, level: str) -> None:
+        """Other processes log from this level on; this one's log is its owner's."""
+        ...
+
     async def accept(self, sockets: Sequence[socket.socket]) -> str:
         """See DataPlane."""
         ...
@@ -186,6 +190,9 @@ class DataPlane:
             self.front.reconfigure(settings)
         self.tracing.adopt(settings, prepared.traces)
         self.files.adopt(prepared.files)
+
+    def set_log_level(self, level: str) -> None:
+        """Nothing: see Plane."""
 
     async def accept(self, sockets: Sequence[socket.socket]) -> str:
         """Accept clients from now on; returns the URL at which they reach us."""

@@ -21,7 +21,6 @@ from lbproxy.data_plane import Parts
 from lbproxy.net.listening.inherit import Inherited
 from lbproxy.net.listening.notify import Notifier
 from lbproxy.processes.control import (
-    LOG,
     Adopt,
     Counted,
     Draining,
@@ -34,7 +33,6 @@ from lbproxy.processes.control import (
     Stop,
     Text,
     ToChild,
-    beside,
 )
 from lbproxy.processes.plane import WorkersPlane
 from lbproxy.processes.supervised import Supervisor, read
@@ -96,7 +94,7 @@ class Balancing:
         overlay, settings = _as_before(start.settings)
         first_uid = start.generation * UIDS
         self._running: list[asyncio.Task[None]] = []
-        self._log = ProcessLog(settings.log, lock=beside(start.path, LOG))
+        self._log = ProcessLog(settings.log, shared=True)
         self._proxy = app.Proxy(settings, _Told(supervisor), self._make_plane, first_uid, self._log)
         self._proxy.overlay = overlay
         self._proxy.keeper.counted = _counted(start.counted)

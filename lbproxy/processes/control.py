@@ -34,8 +34,6 @@ LISTENERS: Final = {BALANCER: "admin", WORKER: "listen"}
 """The setting of the listener that a role has."""
 SHARES: Final = "shares"
 """The file of `workers.shares`, beside the Unix socket."""
-LOG: Final = "log"
-"""The file that a process locks while it writes to the log, beside it, too."""
 
 
 def beside(path: str, name: str) -> Path:

@@ -218,6 +218,10 @@ class WorkersPlane:
         self.keys = prepared or None
         self._loads.stale.clear()
 
+    def set_log_level(self, level: str) -> None:
+        """See data_plane.Plane."""
+        self.server.set_log_level(level)
+
     async def accept(self, sockets: Sequence[socket.socket]) -> str:
         """Workers accept; they find this process from now on."""
         assert self.front.url is not None

@@ -38,7 +38,6 @@ from lbproxy.net.listening.notify import Notifier
 from lbproxy.processes.control import (
     BALANCER,
     LISTENERS,
-    LOG,
     SHARES,
     WORKER,
     Adopt,
@@ -88,8 +87,8 @@ async def supervise(
     """Like `app.serve`, with several processes. `text`: what `settings` were read from."""
     process.prepare()
     inherited = Inherited.from_environment(os.environ)
+    log = ProcessLog(settings.log, shared=True)
     supervisor = Supervisor(settings, text, Notifier.from_environment(os.environ))
-    log = ProcessLog(settings.log, lock=beside(supervisor.path, LOG))
     try:
         await supervisor.run(inherited, orders, on_ready)
     finally:

@@ -14,7 +14,7 @@ from math import ceil
 
 from lbproxy import process
 from lbproxy.config.text import ConfigError
-from lbproxy.config.tree import Settings
+from lbproxy.config.tree import LogSettings, Settings
 from lbproxy.control.families.common import Loads
 from lbproxy.control.loops import supervise
 from lbproxy.control.telemetry.memory import Memory
@@ -22,7 +22,7 @@ from lbproxy.control.telemetry.process_log import ProcessLog
 from lbproxy.core.observed.sink import Sink
 from lbproxy.data_plane import DataPlane
 from lbproxy.net.connections.pool import ConnectionPool
-from lbproxy.processes.control import LOG, SHARES, Ready, Start, Stop, Stopped, Stopping, Text, ToChild, beside
+from lbproxy.processes.control import SHARES, Ready, Start, Stop, Stopped, Stopping, Text, ToChild, beside
 from lbproxy.processes.supervised import Supervisor, read
 from lbproxy.proxy.front.overload import default_bodies
 from lbproxy.workers import messages as m
@@ -60,7 +60,9 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._rng = rng = random.Random()  # noqa: S311 - spreads retries and samples
         self._settings = settings = dealt(read(start.settings), start.workers)
-        self._log = ProcessLog(settings.log, lock=beside(start.path, LOG))
+        self._log = ProcessLog(settings.log, shared=True)
+        self._log_level: str | None = None
+        """If it is another than that of the settings."""
         self._loads = Loads()
         sinks: list[Sink] = [self._log]
         self._runtime = runtime = RemoteRuntime(settings, rng, sinks)
@@ -181,7 +183,17 @@ class Worker:
 
     def settle(self, text: str) -> None:
         """See workers.remote.Owner."""
+        self._log_level = None
         self._group.create_task(self._adopt(Text(text, self._start.settings.source)))
+
+    def set_log_level(self, level: str) -> None:
+        """See workers.remote.Owner."""
+        self._log_level = level
+        self._log.reconfigure(self._log_settings())
+
+    def _log_settings(self) -> LogSettings:
+        log, level = self._settings.log, self._log_level
+        return log if level is None else log.model_copy(update={"level": level})
 
     async def _adopt(self, settings: Text) -> None:
         await self._use(settings)
@@ -199,7 +211,7 @@ class Worker:
         self._settings = wanted
         self._plane.adopt(wanted, prepared)
         self._runtime.reconfigure(wanted)
-        self._log.reconfigure(wanted.log)
+        self._log.reconfigure(self._log_settings())
 
     # Figures
 

@@ -101,6 +101,9 @@ class Link(Generic[Received]):
         except (UnicodeError, OverflowError):  # one of them has what a client or an endpoint sent
             frame = bytearray(_SIZE)
             self._encode_into([encodable(one) for one in unsent], frame, _SIZE)
+        except TypeError as error:  # a defect of ours; later messages may refer to what is lost
+            self._fail(str(error))
+            return
         size = len(frame) - _SIZE
         _pack_size(frame, 0, size)
         transport.write(frame)

@@ -24,7 +24,8 @@ RequestFields: TypeAlias = tuple[
     str | None, bool, bool, bool, bool, bool, int, int, int,
 ]  # fmt: skip
 """Of an InferenceRequest."""
-# By these requests and usages are read. Compiled, a NamedTuple does not know the types of its fields.
+# By these the decoders that are made later read requests and usages. Compiled, a NamedTuple does not know the types of
+# its fields; LoadReport does, as core.engines.orca is not compiled.
 InferenceRequest.__annotations__.update(zip(InferenceRequest._fields, get_args(RequestFields), strict=True))
 Usage.__annotations__.update(dict.fromkeys(Usage._fields, int | None))
 Origin: TypeAlias = tuple[str, str, str, str, str | None, int]
@@ -349,6 +350,12 @@ class Settle(Message, tag=40):
     block_bytes: int | None
 
 
+class LogLevel(Message, tag=42):
+    """Log from this level on, until the next `Settle`."""
+
+    level: str
+
+
 class Pong(Message, tag=41):
     """The balancer process lives."""
 
@@ -371,4 +378,6 @@ FromWorker: TypeAlias = (
     | Adopted
     | Served
 )
-ToWorker: TypeAlias = Welcome | Placed | Refused | Stranded | Members | Models | Remember | Refreshed | Settle | Pong
+ToWorker: TypeAlias = (
+    Welcome | Placed | Refused | Stranded | Members | Models | Remember | Refreshed | Settle | LogLevel | Pong
+)

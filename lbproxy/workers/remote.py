@@ -77,6 +77,10 @@ class Owner(Protocol):
         """There are other settings: this is their text. `RemoteRuntime.adopted` follows, whether they can be used."""
         ...
 
+    def set_log_level(self, level: str) -> None:
+        """Log from this level on, until there are other settings."""
+        ...
+
     def pong(self) -> None:
         """The balancer process lives."""
         ...
@@ -86,6 +90,9 @@ class _Nobody:
     """No owner."""
 
     def settle(self, text: str) -> None:
+        """See Owner."""
+
+    def set_log_level(self, level: str) -> None:
         """See Owner."""
 
     def pong(self) -> None:
@@ -124,6 +131,7 @@ class RemoteRuntime(RequestRuntime):
             m.Remember: self._on_remember,
             m.Refreshed: self._on_refreshed,
             m.Settle: self._on_settle,
+            m.LogLevel: lambda message: self.owner.set_log_level(message.level),
             m.Welcome: self._on_welcome,
             m.Pong: lambda _: self.owner.pong(),
         }

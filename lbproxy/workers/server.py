@@ -328,7 +328,7 @@ class WorkerServer:
         self.told: dict[EndpointUid, tuple[object, ...]] = {}
         """The endpoints that workers know, each with what they were told of it."""
         self.log_lost: Callable[[list[RequestRecord]], None] = lambda _: None
-        """Called with the records of a worker that is gone: it logs the requests that it served itself."""
+        """Called with the records that their worker, which is gone, could not log."""
         self.on_beat: Callable[[Session], None] = lambda _: None
         """Called with each worker whose figures arrived."""
         self.on_left: Callable[[Session], None] = lambda _: None
@@ -337,6 +337,8 @@ class WorkerServer:
         self._version = -1
         self._text: str | None = None
         """Of the settings that workers were told to use last."""
+        self._log_level: str | None = None
+        """If it is another than that of the settings."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._ready = False
         self._server: asyncio.Server | None = None
@@ -382,7 +384,7 @@ class WorkerServer:
         """Have all workers use other settings, also those that come later; returns when those that are there do, or
         after `SETTLE_S`.
         """
-        self._text = text
+        self._text, self._log_level = text, None
         self.tell()
         told = list(self.sessions)
         for session in told:
@@ -398,6 +400,12 @@ class WorkerServer:
     def _settle(self, session: Session, text: str) -> None:
         session.adopted.clear()
         session.link.send(m.Settle(text, self.runtime.block_bytes))
+
+    def set_log_level(self, level: str) -> None:
+        """Have all workers log from this level on, also those that come later, until there are other settings."""
+        self._log_level = level
+        for session in self.sessions:
+            session.link.send(m.LogLevel(level))
 
     def running_records(self) -> Iterable[RequestRecord]:
         """The records of requests that run."""
@@ -416,6 +424,8 @@ class WorkerServer:
             session.link.send(message)
         if self._text is not None:  # it may have been started with the settings of before
             self._settle(session, self._text)
+        if self._log_level is not None:
+            session.link.send(m.LogLevel(self._log_level))
         session.link.send(m.Welcome(self.runtime.block_bytes))
 
     # What workers know of endpoints

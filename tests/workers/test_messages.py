@@ -126,6 +126,7 @@ MESSAGES: list[m.Message] = [
     m.Remember("resp_1", 1, REQUEST),
     m.Refreshed(3),
     m.Settle("listen: 1\n", 256),
+    m.LogLevel("debug"),
     m.Pong(),
 ]  # fmt: skip
 

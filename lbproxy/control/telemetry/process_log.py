@@ -7,7 +7,6 @@ Where several processes serve clients, each logs the requests that it served, to
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 from lbproxy.config.tree import LogSettings
 from lbproxy.control.telemetry import access_line as line
@@ -21,9 +20,9 @@ from lbproxy.core.observed.record import RequestRecord
 class ProcessLog:
     """A sink of the Runtime. Takes over the process's logging; `close` it last."""
 
-    def __init__(self, settings: LogSettings, writer: LineWriter | None = None, lock: Path | None = None) -> None:
-        """`writer` is standard output unless given, and closed by `close`. `lock`: see LineWriter."""
-        self._writer = writer or LineWriter(lock=lock)
+    def __init__(self, settings: LogSettings, writer: LineWriter | None = None, *, shared: bool = False) -> None:
+        """`writer` is standard output unless given, and closed by `close`. `shared`: see LineWriter."""
+        self._writer = writer or LineWriter(shared=shared)
         self._handler = configure_logging(settings.level, self._writer)
         self._access = settings.access
         self._level: int = logging.getLevelNamesMapping()[settings.level.upper()]

@@ -12,7 +12,6 @@ import os
 import threading
 import time
 from collections import deque
-from pathlib import Path
 from typing import Final
 
 MAX_LINES: Final = 16_384
@@ -21,18 +20,19 @@ BATCH_S: Final = 0.05
 BATCH_LINES: Final = 256
 """So many are written without waiting for more: what is written soon is still in the processor's caches."""
 RETRY_S: Final = 0.01
+LOCKED_S: Final = 10.0
+"""The longest wait for another process that writes: it may be stopped."""
 
 
 class LineWriter:
     """Writes lines to a file descriptor (1 = standard output) from a thread of its own."""
 
-    def __init__(self, fd: int = 1, lock: Path | None = None) -> None:
-        """`lock`: a file that every process locks while it writes to the same place. The kernel may mix what two write
-        to a pipe if it is more than 4 KB, and a batch of lines is. The file is made if it does not exist. Raises
-        OSError.
+    def __init__(self, fd: int = 1, *, shared: bool = False) -> None:
+        """`shared`: other processes write there, too, each with the descriptor locked. A pipe takes no more of a batch
+        than it has room for, and what another process writes may follow.
         """
         self._fd = fd
-        self._lock = None if lock is None else os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._shared = shared
         self._pieces: deque[tuple[bytes, int]] = deque()
         """Some lines, and how many they are."""
         self._wake = threading.Event()
@@ -74,9 +74,6 @@ class LineWriter:
         self._full.set()
         self._wake.set()
         self._writing.join(timeout_s)
-        if self._lock is not None and not self._writing.is_alive():
-            os.close(self._lock)
-            self._lock = None
 
     def _run(self) -> None:
         while not self._closed:
@@ -93,12 +90,27 @@ class LineWriter:
                     batch.append(piece)
                     count += lines
                 self._taken += count
-                if self._lock is None:
-                    self._write_all(batch, count)
-                else:
-                    fcntl.flock(self._lock, fcntl.LOCK_EX)
-                    self._write_all(batch, count)
-                    fcntl.flock(self._lock, fcntl.LOCK_UN)
+                locked = self._shared and self._lock()
+                self._write_all(batch, count)
+                if locked:
+                    fcntl.lockf(self._fd, fcntl.LOCK_UN)
+
+    def _lock(self) -> bool:
+        """Whether it could be had in `LOCKED_S`; without it lines may be mixed, which is better than none. A lock of
+        POSIX: it belongs to the process, ends with it, and works on files, pipes and sockets.
+        """
+        ends_at = time.monotonic() + LOCKED_S
+        while True:
+            try:
+                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):  # another process has it
+                if time.monotonic() >= ends_at:
+                    return False
+                time.sleep(RETRY_S)
+            except OSError:  # a place that has no locks
+                return False
+            else:
+                return True
 
     def _write_all(self, batch: list[bytes], count: int) -> None:
         left = memoryview(b"".join(batch))

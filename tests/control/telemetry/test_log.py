@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import logging
 import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta
@@ -20,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lbproxy.control.telemetry import access_line as lines_of
+from lbproxy.control.telemetry import writer as writer_module
 from lbproxy.control.telemetry.access_line import access_line, plain, stamp
 from lbproxy.control.telemetry.log import LineHandler, configure_logging
 from lbproxy.control.telemetry.writer import MAX_LINES, LineWriter
@@ -42,20 +46,20 @@ class Reader:
 
     def __init__(self) -> None:
         self._reading, self.fd = os.pipe()
-        self._data = b""
+        self.data = b""
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
 
     def _read(self) -> None:
         while piece := os.read(self._reading, 1 << 16):
-            self._data += piece
+            self.data += piece
         os.close(self._reading)
 
     def lines(self) -> list[bytes]:
         """Everything that was written; closes the writing end."""
         os.close(self.fd)
         self._thread.join()
-        return self._data.splitlines(keepends=True)
+        return self.data.splitlines(keepends=True)
 
 
 @contextmanager
@@ -327,21 +331,19 @@ def test_lines_that_wait_for_a_slow_reader_take_what_they_weigh() -> None:
 
 WRITING = """
 import sys
-from pathlib import Path
 from lbproxy.control.telemetry.writer import LineWriter
-writer = LineWriter(1, Path(sys.argv[1]))
+writer = LineWriter(1, shared=True)
 for _ in range(8):
-    writer.write([sys.argv[2].encode() * 400 + b"\\n"] * 256)
+    writer.write([sys.argv[1].encode() * 400 + b"\\n"] * 256)
 writer.close(timeout_s=30.0)
 """
 """What one process does: batches of lines that are larger than what a pipe holds."""
 
 
-def test_processes_that_share_a_pipe_do_not_mix_their_lines(tmp_path: Path) -> None:
+def test_processes_that_share_a_pipe_do_not_mix_their_lines() -> None:
     """Without the lock they do: of a batch a pipe takes what it has room for, and then another's may follow."""
     reading, fd = os.pipe()
-    lock = str(tmp_path / "log")
-    writers = [subprocess.Popen([sys.executable, "-c", WRITING, lock, name], stdout=fd) for name in "abc"]
+    writers = [subprocess.Popen([sys.executable, "-c", WRITING, name], stdout=fd) for name in "abc"]
     os.close(fd)
     data = b""
     while piece := os.read(reading, 1 << 12):
@@ -352,3 +354,34 @@ def test_processes_that_share_a_pipe_do_not_mix_their_lines(tmp_path: Path) -> N
     lines = data.splitlines()
     assert len(lines) == 3 * 8 * 256
     assert all(len(line) == 400 and len(set(line)) == 1 for line in lines)
+
+
+HOLDING = "import fcntl, time; fcntl.lockf(1, fcntl.LOCK_EX); print(flush=True); time.sleep(60)"
+
+
+def test_a_process_that_is_stopped_while_it_writes_does_not_silence_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(writer_module, "LOCKED_S", 0.05)
+    reader = Reader()
+    with subprocess.Popen([sys.executable, "-c", HOLDING], stdout=reader.fd) as holding:
+        while reader.data != b"\n":
+            time.sleep(0.01)
+        writer = LineWriter(reader.fd, shared=True)
+        writer.write([b"line\n"])
+        writer.close(timeout_s=30.0)
+        holding.kill()
+    assert reader.lines() == [b"\n", b"line\n"]
+    assert writer.dropped == 0
+
+
+def test_a_place_without_locks_is_written_to_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    reader = Reader()
+    writer = LineWriter(reader.fd, shared=True)
+    writer.write([b"line\n"])
+    writer.close(timeout_s=30.0)
+    assert reader.lines() == [b"line\n"]
