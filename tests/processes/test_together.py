@@ -151,3 +151,28 @@ def test_a_conversation_finds_its_prompt_whichever_worker_it_comes_through(tmp_p
             assert all(len(found) == 1 for found in homes.values()), homes
 
         run(main())
+
+
+def test_each_request_is_logged_once_by_who_served_it_at_the_level_of_now(tmp_path: Path) -> None:
+    """Over connections of their own, so that both workers serve some."""
+
+    def ask(name: str, count: int) -> None:
+        for n in range(count):
+            headers = {"x-request-id": f"{name}-{n}"}
+            assert httpx.post(f"{listen}/v1/chat/completions", json=BODY, headers=headers).status_code == 200
+
+    with mock("--model", "m") as (_, url), lbproxy(tmp_path, [url], WORKERS) as (process, listen, admin):
+        process.wait_for("2 workers accept connections")
+        ask("first", 12)
+        run(until(lambda: len(process.lines("request")) == 12, "all are logged"))
+        assert Counter(line["id"] for line in process.lines("request")) == Counter(f"first-{n}" for n in range(12))
+        assert {line["endpoint"] for line in process.lines("request")} == {url.removeprefix("http://")}
+        httpx.put(f"{admin}/admin/log-level", json={"level": "error"}).raise_for_status()
+        ask("unheard", 6)
+        httpx.put(f"{admin}/admin/log-level", json={"level": "info"}).raise_for_status()
+        ask("last", 1)
+        process.wait_for('"id":"last-0"')
+        assert [line["id"] for line in process.lines("request")[12:]] == ["last-0"]
+        page = httpx.get(f"{admin}/metrics").text
+        counted = [line for line in page.splitlines() if line.startswith("lbproxy_requests_total{")]
+        assert sum(float(line.rsplit(" ", 1)[1]) for line in counted) == 19

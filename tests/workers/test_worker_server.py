@@ -573,6 +573,27 @@ def test_a_worker_that_comes_after_a_reload_gets_its_settings() -> None:
     run(body())
 
 
+def test_workers_log_at_the_level_that_was_said_until_there_are_other_settings() -> None:
+    async def body() -> None:
+        async with balancing(1) as it:
+            first = await it.worker()
+            it.server.set_log_level("error")
+            second = await it.worker(1)
+            await second.settled()
+            await first.settled()
+            assert first.heard(m.LogLevel) == second.heard(m.LogLevel) == [m.LogLevel("error")]
+            settling = asyncio.ensure_future(it.server.settle("listen: 1"))
+            for worker in (first, second):
+                await until(lambda: worker.heard(m.Settle))  # noqa: B023
+                await worker.says(m.Adopted())
+            await settling
+            third = await it.worker(2)
+            await third.settled()
+            assert third.heard(m.LogLevel) == []
+
+    run(body())
+
+
 def test_a_beat_is_answered_and_its_cpu_time_becomes_a_share() -> None:
     async def body() -> None:
         async with balancing(1) as it:
