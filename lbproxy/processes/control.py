@@ -36,11 +36,6 @@ SHARES: Final = "shares"
 """The file of `workers.shares`, beside the Unix socket."""
 
 
-def beside(path: str, name: str) -> Path:
-    """A file in the same folder: all processes of one lbproxy have `path`, of the Unix socket."""
-    return Path(path).parent / name
-
-
 class Text(Message):
     """The text of the settings in force."""
 

@@ -25,6 +25,7 @@ import signal
 import socket
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, Literal
 
 from lbproxy import app, process
@@ -53,7 +54,6 @@ from lbproxy.processes.control import (
     Stop,
     Text,
     ToSupervisor,
-    beside,
 )
 from lbproxy.processes.standby import Standby
 from lbproxy.workers.shares import Shares
@@ -142,9 +142,8 @@ class Supervisor:
         self._notifier = notifier
         self._loop = asyncio.get_running_loop()
         self._sockets: dict[str, Sequence[socket.socket]] = {}
-        self.path = os.path.join(tempfile.mkdtemp(prefix="lbproxy-"), "balancer.sock")  # in a folder of mode 0700
-        """Where workers find the balancer process."""
-        self._shares = Shares(beside(self.path, SHARES))
+        self._folder = tempfile.mkdtemp(prefix="lbproxy-")  # with mode 0700
+        self._shares = Shares(Path(self._folder) / SHARES)
         self._at = app.Listening("", None)
         self._succeeds = False
         """Another lbproxy serves until all processes are ready."""
@@ -213,7 +212,7 @@ class Supervisor:
     def close(self) -> None:
         """Let go of everything."""
         self._close_sockets()
-        shutil.rmtree(os.path.dirname(self.path), ignore_errors=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _close_sockets(self) -> None:
         for listening in self._sockets.values():
@@ -283,9 +282,10 @@ class Supervisor:
                 await self._standby.refresh(self._sockets)
 
     def _start_of(self, post: _Post) -> Start:
+        path = os.path.join(self._folder, "balancer.sock")
         workers, generation = len(self._workers), post.generation
         succeeds, text, url = self._succeeds, self._text, self._at.url
-        return Start(post.role, post.index, workers, generation, succeeds, text, self.path, url, {}, [], post.counted)
+        return Start(post.role, post.index, workers, generation, succeeds, text, path, url, {}, [], post.counted)
 
     def _sockets_of(self, post: _Post) -> Mapping[str, Sequence[socket.socket]]:
         key = LISTENERS[post.role]

@@ -11,6 +11,7 @@ import resource
 import socket
 from collections.abc import Awaitable, Callable
 from math import ceil
+from pathlib import Path
 
 from lbproxy import process
 from lbproxy.config.text import ConfigError
@@ -22,7 +23,7 @@ from lbproxy.control.telemetry.process_log import ProcessLog
 from lbproxy.core.observed.sink import Sink
 from lbproxy.data_plane import DataPlane
 from lbproxy.net.connections.pool import ConnectionPool
-from lbproxy.processes.control import SHARES, Ready, Start, Stop, Stopped, Stopping, Text, ToChild, beside
+from lbproxy.processes.control import SHARES, Ready, Start, Stop, Stopped, Stopping, Text, ToChild
 from lbproxy.processes.supervised import Supervisor, read
 from lbproxy.proxy.front.overload import default_bodies
 from lbproxy.workers import messages as m
@@ -69,7 +70,7 @@ class Worker:
         runtime.owner = self
         connections = ConnectionPool(runtime.pulse)
         self._plane = DataPlane(settings, runtime, connections, rng, sinks, self._loads)
-        self._shares = Shares(beside(start.path, SHARES))
+        self._shares = Shares(Path(start.path).parent / SHARES)
         self._lags: list[float] = []
         self._heard_at = 0.0
         self._stop: asyncio.Future[Stop] = self._loop.create_future()

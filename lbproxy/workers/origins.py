@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from lbproxy.core.observed.record import MAX_PATH_CHARS
 from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.workers import messages as m
 from lbproxy.workers.link import Sent
 
 NOT_KEPT: Final = -1
 MAX_KEPT: Final = 256
-MAX_KEPT_PATH_CHARS: Final = 512
 _SUBMIT: Final = m.Submit.__struct_config__.tag
 _HEAD: Final = 7
 """The fields of an InferenceRequest that differ in most requests: from its id to its max_tokens."""
@@ -47,7 +47,7 @@ class Sending:
         number = self._numbers.get(origin)
         if number is not None:
             return number
-        if len(origin[1]) > MAX_KEPT_PATH_CHARS:
+        if len(origin[1]) > MAX_PATH_CHARS:
             return origin
         number, self._next = self._next, (self._next + 1) % MAX_KEPT
         if number < len(self._kept):

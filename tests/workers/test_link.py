@@ -238,3 +238,15 @@ def test_what_msgpack_cannot_encode_costs_nothing_else() -> None:
             assert odd.origin == ("POST", "/\\udcff", "c", "r", None, 7)
 
     run(body())
+
+
+def test_a_message_that_cannot_be_encoded_ends_the_link() -> None:
+    """What follows may refer to what was lost with it."""
+
+    async def body() -> None:
+        async with pair() as (worker, balancer):
+            worker.link.send((3, object()))
+            await until(lambda: worker.lost and balancer.lost)
+            assert balancer.arrived == []
+
+    run(body())

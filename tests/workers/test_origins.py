@@ -8,9 +8,10 @@ import random
 import msgspec
 import pytest
 
+from lbproxy.core.observed.record import MAX_PATH_CHARS
 from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.workers import messages as m
-from lbproxy.workers.origins import MAX_KEPT, MAX_KEPT_PATH_CHARS, NOT_KEPT, Receiving, Sending
+from lbproxy.workers.origins import MAX_KEPT, NOT_KEPT, Receiving, Sending
 
 DECODER = msgspec.msgpack.Decoder(m.FromWorker)
 
@@ -58,7 +59,7 @@ def test_both_agree_whatever_comes_and_memory_is_bounded() -> None:
     """More origins than are kept, in any order, some with long paths; and attempts after the first."""
     rng, sending, receiving = random.Random(1), Sending(), Receiving()
     for number in range(5000):
-        size = MAX_KEPT_PATH_CHARS + 1 if rng.random() < 0.05 else 1
+        size = MAX_PATH_CHARS + 1 if rng.random() < 0.05 else 1
         again = ((1,), None, False, None) if rng.random() < 0.2 else None
         message = attempt(number, f"/{min(rng.randrange(400), rng.randrange(400)) * 'x'}".ljust(size))
         message.attempt = again
