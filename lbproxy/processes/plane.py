@@ -14,7 +14,7 @@ from lbproxy.control.families.common import WorkerFacts
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.data_plane import Loop, Parts
 from lbproxy.extras.tracing import find_traces
-from lbproxy.workers.server import Session, WorkerServer
+from lbproxy.workers.server import NO_BEAT, Session, WorkerServer
 
 
 class WorkersFront:
@@ -60,15 +60,29 @@ class Totals:
         self._server = server
         self._gone: Counter[str] = Counter()
         """Counts of workers that are gone, by family and label."""
-        server.on_left = self._left
+        self._left: dict[int, tuple[int, Counter[str]]] = {}
+        """Of each worker the last process whose link was lost: its pid and its counts. It may come back, and counts on
+        then.
+        """
+        server.on_left = self._on_left
 
-    def _left(self, session: Session) -> None:
-        self._gone += _counts(session)
+    def _on_left(self, session: Session) -> None:
+        if session.beat is NO_BEAT:
+            return  # what is known of it is of an earlier link
+        pid, counts = self._left.get(session.index, (session.pid, Counter[str]()))
+        if pid != session.pid:
+            self._gone += counts
+        self._left[session.index] = session.pid, _counts(session)
 
     def _sum(self, family: str) -> dict[str, int]:
-        total = Counter(self._gone)
+        total, left = Counter(self._gone), dict(self._left)
         for session in self._server.sessions:
+            pid, _ = left.get(session.index, (0, None))
+            if pid == session.pid and session.beat is not NO_BEAT:
+                del left[session.index]
             total.update(_counts(session))
+        for _, counts in left.values():
+            total.update(counts)
         return {name.partition("/")[2]: n for name, n in total.items() if name.partition("/")[0] == family}
 
     @property

@@ -4,7 +4,8 @@
 One `_Session` for each link. A request of a worker has a `_Job` from its first `Submit` (or `Running`) to its `Ended`:
 its record, begun here so that those who look see what runs, and the ticket of its current attempt. Invariants:
 
-- A link that is lost, for whatever reason, closes all tickets of its worker at once, and leaves a record of each job.
+- A link that is lost, for whatever reason, closes all tickets of its worker at once. What becomes of their records is
+  known later (`workers.lost`).
 - A worker is told of an endpoint before any request is placed there.
 - What arrives for a number that is not known is dropped: it belongs to a request that another balancer process placed.
 """
@@ -28,6 +29,7 @@ from lbproxy.runtime import Runtime
 from lbproxy.workers import messages as m
 from lbproxy.workers.contents import fill, fill_plain, member, placed
 from lbproxy.workers.link import Link
+from lbproxy.workers.lost import LostRequests
 from lbproxy.workers.origins import Receiving
 
 logger = logging.getLogger("lbproxy")
@@ -112,17 +114,10 @@ class Session:
 
     def _lost(self) -> None:
         jobs, self.jobs = self.jobs, {}
-        lost: list[RequestRecord] = []
         for job in jobs.values():
             if job.ticket is not None:
                 self._runtime.close(job.ticket, Outcome.INTERNAL_ERROR)
-            record = job.record
-            record.outcome = Outcome.INTERNAL_ERROR
-            record.error = "its worker process ended"
-            record.ended_at = self._runtime.now()
-            self._runtime.emit(record)
-            lost.append(record)
-        self._server.log_lost(lost)
+        self._server.lost.add(self.index, self.pid, {job.number: job.record for job in jobs.values()})
         self.adopted.set()
         self._server.left(self)
 
@@ -136,14 +131,16 @@ class Session:
         job = self._job(message)
         self._submit(job, message, False)
 
-    def _job(self, message: Any) -> _Job:
-        """That of an attempt; it begins with the first one. Any: or compiled code looks at each field of the tuples."""
+    def _job(self, message: Any, lost: RequestRecord | None = None) -> _Job:
+        """That of an attempt; it begins with the first one. `lost`: its record from before this link. Any: or compiled
+        code looks at each field of the tuples.
+        """
         number, origin = message.number, self._origins.origin(message.origin)
         job = self.jobs.get(number)
         if job is not None:
             return job
         request: m.Fields = message.request
-        record = RequestRecord(request[0], origin[0], origin[1], origin[2], message.started_at)
+        record = lost or RequestRecord(request[0], origin[0], origin[1], origin[2], message.started_at)
         record.route, record.key = origin[3], origin[4]
         record.model, record.stream = request[1], request[2]
         job = self.jobs[number] = _Job(self, number, record, message)
@@ -261,7 +258,8 @@ class Session:
     def _on_ended(self, message: m.Ended) -> None:
         job = self.jobs.pop(message.number, None)
         if job is None:
-            record = RequestRecord(message.id, message.method, message.path, message.client, message.started_at)
+            lost = self._server.lost.take(self.pid, message.number)
+            record = lost or RequestRecord(message.id, message.method, message.path, message.client, message.started_at)
         else:
             record = job.record
             ticket = job.ticket
@@ -285,7 +283,7 @@ class Session:
 
     def _on_running(self, message: m.Running) -> None:
         """A request that was placed by another balancer process, or by the worker alone."""
-        job = self._job(message.submit)
+        job = self._job(message.submit, self._server.lost.take(self.pid, message.submit.number))
         request, told_tokens = message.submit.request, message.told_tokens
         job.ticket = self._runtime.adopt(request, message.url, began=message.began, told_tokens=told_tokens)
 
@@ -327,8 +325,7 @@ class WorkerServer:
         self.sessions: list[Session] = []
         self.told: dict[EndpointUid, tuple[object, ...]] = {}
         """The endpoints that workers know, each with what they were told of it."""
-        self.log_lost: Callable[[list[RequestRecord]], None] = lambda _: None
-        """Called with the records that their worker, which is gone, could not log."""
+        self.lost = LostRequests(runtime)
         self.on_beat: Callable[[Session], None] = lambda _: None
         """Called with each worker whose figures arrived."""
         self.on_left: Callable[[Session], None] = lambda _: None
@@ -360,6 +357,7 @@ class WorkerServer:
             self._timer.cancel()
         for session in list(self.sessions):
             session.link.close()
+        self.lost.close()
 
     def ready(self) -> None:
         """Decide from now on, for the workers that are there and those that come."""
@@ -369,6 +367,7 @@ class WorkerServer:
 
     def joined(self, session: Session) -> None:
         """A worker said which one it is."""
+        self.lost.joined(session.index, session.pid)
         self.sessions.append(session)
         self.sessions.sort(key=lambda one: one.index)
         if self._ready:

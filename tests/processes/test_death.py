@@ -7,6 +7,7 @@ import asyncio
 import os
 import signal
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -35,6 +36,7 @@ SHORT, LONG = 300, 20_000
 """Tokens: a stream of 6 s, and one that lasts longer than its test."""
 FEW = 1
 """Requests a minute: longer than a balancer process takes to come back."""
+SILENT = "the balancer process says nothing"
 PLACES = "a new balancer process places this worker's requests"
 
 
@@ -201,6 +203,36 @@ def test_no_request_fails_because_the_balancer_process_died(servers: list[str], 
     with cluster(tmp_path, servers) as it:
         run(body(it), timeout_s=100.0)
         assert "requests are placed by this worker alone" in it.process.read()
+
+
+def test_each_request_is_counted_once_though_the_balancer_process_stood_still(
+    servers: list[str], tmp_path: Path
+) -> None:
+    """Workers end their links to it and go on alone, and so do the streams; then it goes on."""
+
+    async def body(it: Cluster) -> None:
+        async with streams(it, 2 * SHORT) as opened:
+            balancer = it.balancer()
+            os.kill(balancer, signal.SIGSTOP)
+            try:
+                async with load(it.url, keep=1, fresh=1) as clients:
+                    await until(lambda: it.process.read().count(SILENT) == WORKERS, "both ended their links")
+                    await until(lambda done=clients.done: clients.done > done + 20, "requests are served meanwhile")  # type: ignore[misc]
+            finally:
+                os.kill(balancer, signal.SIGCONT)
+            assert clients.failed == []
+            await until(lambda: len(it.workers()) == WORKERS, "they are back")
+            assert it.balancer() == balancer
+            assert all(await asyncio.gather(*(one.ends() for one in opened)))
+        await until(lambda: it.in_flight() == 0)
+        served = len(opened) + clients.done
+        await until(lambda: it.metric("lbproxy_requests_total{") >= served, "all are counted")
+        assert it.metric("lbproxy_requests_total{") == served
+        assert set(Counter(line["id"] for line in it.process.lines("request")).values()) == {1}
+        assert {line["outcome"] for line in it.process.lines("request")} == {"completed"}
+
+    with cluster(tmp_path, servers) as it:
+        run(body(it), timeout_s=100.0)
 
 
 def test_a_budget_survives_the_balancer_process(servers: list[str], tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from lbproxy.core.engines.orca import LoadReport
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.core.requests.retry import FailureKind
+from lbproxy.processes.plane import Totals
 from lbproxy.runtime import Runtime
 from lbproxy.workers import messages as m
 from lbproxy.workers.origins import NOT_KEPT
@@ -65,12 +66,12 @@ class Balancing(Pool):
         self.sinks.append(self.server)
         self.workers: list[Worker] = []
 
-    async def worker(self, index: int = 0) -> Worker:
+    async def worker(self, index: int = 0, pid: int | None = None) -> Worker:
         """Another worker that is linked, and said which one it is."""
         it = Worker(self.server, Session(self.server))
         await connect(it.end.link, it.session.link)
         self.workers.append(it)
-        await it.says(m.Hello(index, 1000 + index))
+        await it.says(m.Hello(index, 1000 + index if pid is None else pid))
         return it
 
     def in_flight(self) -> list[int]:
@@ -389,10 +390,11 @@ def test_a_stored_response_is_known_to_the_other_workers() -> None:
 
 
 def test_a_lost_link_closes_the_tickets_of_its_worker_alone() -> None:
-    """At once, and with a record for each: the clients' connections are broken."""
+    """At once, and later with a record for each: the clients' connections are broken."""
 
     async def body() -> None:
         async with balancing(1) as it:
+            it.server.lost.return_s = 0.05
             one, two = await it.worker(0), await it.worker(1)
             left: list[int] = []
             it.server.on_left = lambda session: left.append(session.index)
@@ -410,6 +412,61 @@ def test_a_lost_link_closes_the_tickets_of_its_worker_alone() -> None:
             }
             assert it.seen("e1").health.value == "up", "the endpoint is not to blame"
             await two.says(m.Close(1, COMPLETED, None, False), ended(1))
+
+    run(body())
+
+
+def test_a_worker_that_ended_its_link_and_is_back_has_one_record_of_each_request() -> None:
+    """It does so where the balancer process does not respond for some seconds."""
+
+    async def body() -> None:
+        async with balancing(1) as it:
+            logged: list[str] = []
+            it.server.lost.log = lambda records: logged.extend(record.id for record in records)
+            it.server.lost.return_s = 0.3
+            before = await it.worker(0)
+            await before.says(*(submit(n) for n in (1, 2, 3, 4)), m.FirstByte(2))
+            begun = {record.id: record for record in it.server.running_records()}
+            before.end.link.abort()
+            await until(lambda: not it.server.sessions)
+            assert it.in_flight() == [0]
+            worker = await it.worker(0)
+            url = it.endpoints[0].base_url
+            # The first still runs, the second and third ended meanwhile, and the fourth is forgotten.
+            await worker.says(m.Running(submit(1), url, False, None), ended(2), ended(3, Outcome.CLIENT_CLOSED))
+            assert it.in_flight() == [1]
+            assert [(one.id, one.outcome) for one in it.records.requests] == [
+                ("r2", Outcome.COMPLETED),
+                ("r3", Outcome.CLIENT_CLOSED),
+            ]
+            (running,) = it.server.running_records()
+            assert running is begun["r1"], "what was noted of it is known as before"
+            await until(lambda: logged)
+            await worker.says(m.Close(1, COMPLETED, None, False), ended(1))
+            assert it.in_flight() == [0]
+            assert logged == ["r4"]
+            ends = {one.id: one.outcome for one in it.records.requests}
+            assert ends.pop("r4") is Outcome.INTERNAL_ERROR
+            assert ends == {"r1": Outcome.COMPLETED, "r2": Outcome.COMPLETED, "r3": Outcome.CLIENT_CLOSED}
+            assert len(it.records.requests) == 4
+
+    run(body())
+
+
+def test_the_records_of_a_dead_worker_are_there_as_soon_as_its_successor_is() -> None:
+    async def body() -> None:
+        async with balancing(1) as it:
+            worker, other = await it.worker(0), await it.worker(1)
+            await worker.says(submit(1))
+            await other.says(submit(1))
+            worker.end.link.abort()
+            other.end.link.abort()
+            await until(lambda: not it.server.sessions)
+            await it.worker(0, pid=7)
+            await until(lambda: it.records.requests)
+            assert [(one.id, one.outcome) for one in it.records.requests] == [("r1", Outcome.INTERNAL_ERROR)]
+            it.server.close()
+            await until(lambda: len(it.records.requests) == 2)
 
     run(body())
 
@@ -605,6 +662,38 @@ def test_a_beat_is_answered_and_its_cpu_time_becomes_a_share() -> None:
             assert worker.session.cpu_share > 0.0
             assert worker.session.beat.connections == 5
             assert len(worker.heard(m.Pong)) == 2
+
+    run(body())
+
+
+def test_the_counts_of_a_worker_that_is_back_count_once_and_never_fall() -> None:
+    """They are since its start. Those of a dead one stay, and its successor counts from 0."""
+
+    async def body() -> None:
+        async with balancing(1) as it:
+            totals = Totals(it.server)
+            beat = m.Beat(5, 1, 2, 0.0, (0.1,), 1, 2, 3, 4, None, {"memory": 2}, 0, {}, 0, 3, 0, 0, (), True, {})
+            seen = [(totals.refused.get("memory", 0), totals.internal_errors)]
+
+            async def lives(pid: int, *refused: int) -> None:
+                worker = await it.worker(0, pid)
+                seen.append((totals.refused["memory"], totals.internal_errors))
+                for n in refused:
+                    await worker.says(msgspec.structs.replace(beat, refused={"memory": n}))
+                    seen.append((totals.refused["memory"], totals.internal_errors))
+                worker.end.link.abort()
+                await until(lambda: not it.server.sessions)
+                seen.append((totals.refused["memory"], totals.internal_errors))
+
+            first = await it.worker(0, 7)
+            await first.says(beat)
+            first.end.link.abort()
+            await until(lambda: not it.server.sessions)
+            await lives(7, 4)
+            await lives(7)
+            await lives(8, 1, 2)
+            await lives(9, 1)
+            assert seen == [(0, 0), (2, 3), *[(4, 3)] * 5, (5, 6), *[(6, 6)] * 3, *[(7, 9)] * 2]
 
     run(body())
 

@@ -245,9 +245,9 @@ class Relay(PayloadWatcher):
         if self._ids is not None:
             self._look_for_id(self._ids, data, start, end)
         if not self._verbatim:
+            self._write(data[start:end])
             if not self._content_began:
                 self._first_byte()
-            self._write(data[start:end])
 
     # net.connections.pool.Receiver
 
@@ -270,9 +270,9 @@ class Relay(PayloadWatcher):
             if self._is_refusal(data) or self._opening.keeps(data, self._scanner):
                 return
         if self._verbatim:
+            self._write(data)
             if not self._content_began:
                 self._first_byte()
-            self._write(data)
         now = self._runtime.now()
         if now >= self._progress_at:
             self._report_progress(now)
