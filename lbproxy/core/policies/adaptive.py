@@ -114,13 +114,13 @@ class Adaptive(Policy):
         prompt = pool.prompt_tokens(request)
         blocks, depths = len(request.block_keys) * block, pool.index.match(request.block_keys)
         home = None if request.session is None else _home(pool, request.session, prompt, block * max(depths, default=0))
-        mean_load = sum([load.work.in_flight for load in loads]) / len(loads)
-        space = SPACE * token_ms * pool.hit_ratio * (1.0 + CROWDED * mean_load)
+        space = SPACE * token_ms * pool.hit_ratio * (1.0 + CROWDED * _mean_load(loads))
         space_tokens, per_gap, pool_gap = pool.size.space_tokens, DECODE * output, (pool.gap_ms, pool.gap_per_token_ms)
-        costs, waits, works, any_held, reports = [], [], [], pool.held > 0, pool.others.until >= now
+        costs, waits, works = [0.0] * len(loads), [0.0] * len(loads), [0.0] * len(loads)
+        any_held, reports = pool.held > 0, pool.others.until >= now
         least = _least_work(prompt, max([depths[load.kv.member_id] for load in loads]) * block) if any_held else 0.0
         notes: _Parts | None = None
-        for load in loads:
+        for n, load in enumerate(loads):
             there, speed, kv, room = load.work, load.speed, load.kv, load.room
             if there.due_at <= now:
                 there.expire(now, speed)
@@ -168,9 +168,9 @@ class Adaptive(Policy):
                 stall, decode, slow_down = prefill * STALL * streams, per_gap * gap, per_gap * streams * slope * prompt
                 notes = _Parts(notes, cost, base, wait, prefill, stall, decode, slow_down, cache_space, space_wait)
                 notes.cached = prompt - uncached
-            costs.append(cost)
-            waits.append(wait)
-            works.append(own)
+            costs[n] = cost
+            waits[n] = wait
+            works[n] = own
         return Prices(_with_adapters(costs, notes, loads, request.model, now), waits, works, notes)
 
     def price_prefill(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
@@ -351,10 +351,17 @@ def _wait_ms(load: LoadModel, backlog: float, ahead: float, work: float, now: fl
     return max(prefills, room.slots.wait_ms(ahead, now))
 
 
-def _space_ms(pool: PoolModel, loads: Sequence[LoadModel]) -> float:
+def _mean_load(loads: list[LoadModel]) -> float:
+    """Requests in flight at an endpoint, on average."""
+    total = 0
+    for load in loads:
+        total += load.work.in_flight
+    return total / len(loads)
+
+
+def _space_ms(pool: PoolModel, loads: list[LoadModel]) -> float:
     """What a token costs that takes space in a full cache, as in `Adaptive.price`."""
-    mean_load = sum([load.work.in_flight for load in loads]) / len(loads)
-    return SPACE * pool.token_ms * pool.hit_ratio * (1.0 + CROWDED * mean_load)
+    return SPACE * pool.token_ms * pool.hit_ratio * (1.0 + CROWDED * _mean_load(loads))
 
 
 def _used(load: LoadModel, block: float, now: float) -> float:
