@@ -141,8 +141,20 @@ class PrefixIndex:
         return depths
 
     def longest(self, keys: tuple[BlockKey, ...]) -> int:
-        """The longest match of any endpoint."""
-        return max(self.match(keys), default=0)
+        """The longest match of any endpoint. As `match`, but whatever the number of endpoints."""
+        node, depth, longest = self.root, 0, 0
+        while depth < len(keys):
+            child = self.child(node, keys[depth])
+            if child is None:
+                break
+            same = _common(child.keys, keys, depth)
+            depth += same
+            if child.mask:
+                longest = depth
+            if same < len(child.keys):
+                break
+            node = child
+        return longest
 
     # For EndpointCache
 

@@ -33,6 +33,9 @@ from lbproxy.core.queue.waiting_queue import WORK_S, WaitingQueue, least_work
 
 MAX_PRICED: Final = 32
 """Waiting requests that are priced at a time; if there are more, other work of the event loop gets a turn between."""
+MIN_PRICED: Final = 16
+MAX_PRICES: Final = 16_000
+"""Prices at a time: over more than 500 endpoints fewer requests than `MAX_PRICED`, `MIN_PRICED` at least."""
 MAX_MOVES: Final = 6
 """Of these, and of each priority, requests held for other endpoints that may do better at an endpoint with room."""
 MAX_ALL_MOVES: Final = 2 * MAX_MOVES
@@ -301,7 +304,9 @@ class Dispatcher:
         consider: Callable[[Ticket, float], None],
         changed: list[Ticket],
     ) -> None:
-        left, moved, turns = MAX_PRICED, False, _Turns(self._queue, self._endpoints, with_room)
+        endpoints = max(1, len(self._endpoints.candidates(None, now=now)))
+        left = min(MAX_PRICED, max(MIN_PRICED, MAX_PRICES // endpoints))
+        moved, turns = False, _Turns(self._queue, self._endpoints, with_room)
         lowest = min((state.endpoint.tier for state in with_room.values()), default=0)
         stuck: set[tuple[str | None, frozenset[EndpointUid], int, bool]] = set()
         work = least_work(self._pool.least_work, now) if self._by_work and self._pool is not None else None

@@ -16,7 +16,7 @@ from lbproxy.core.capacity.room import HOLD_MS
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.policies.policy import Prices
-from lbproxy.core.queue.dispatcher import MAX_MOVES, MAX_PRICED, PRICE_AGAIN_S
+from lbproxy.core.queue.dispatcher import MAX_ALL_MOVES, MAX_MOVES, MAX_PRICED, MIN_PRICED, PRICE_AGAIN_S
 from lbproxy.core.queue.flows import Flows
 from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.queue.waiting_queue import MAX_LOOKUPS, WaitingQueue, least_work
@@ -277,8 +277,37 @@ def test_so_many_are_priced_at_a_time_and_no_more(monkeypatch: pytest.MonkeyPatc
     balancer.close(two, Outcome.COMPLETED, now=0.102)
     balancer.poll(now=0.102)
     assert len(asked) == 2 * MAX_MOVES, "others: the first were priced just now"
-    assert 2 * MAX_MOVES < MAX_PRICED
+    assert MAX_ALL_MOVES < MIN_PRICED < MAX_PRICED
     assert PRICE_AGAIN_S > 0.002
+
+
+@interpreted
+@pytest.mark.parametrize(("endpoints", "priced"), [(4, MAX_PRICED), (800, 20), (2000, MIN_PRICED)])
+def test_fewer_are_priced_at_a_time_over_many_endpoints(
+    endpoints: int, priced: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that wait may be served, one pass after the other."""
+    balancer, _ = adaptive(endpoints)
+    running = [balancer.submit(ask(10_000), now=0.0) for _ in range(endpoints)]
+    waiting = [balancer.submit(ask(100, name=f"r{n}"), now=0.0) for n in range(100)]
+    assert states(running + waiting) == "p" * endpoints + "w" * 100
+    for ticket in running:
+        balancer.first_byte(ticket, now=1.0)
+    asked: list[InferenceRequest] = []
+    price = balancer._choice.policy.price
+
+    def counting(request: InferenceRequest, *rest: object, **options: object) -> Prices:
+        asked.append(request)
+        return price(request, *rest, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(balancer._choice.policy, "price", counting)
+    balancer.poll(now=1.0)
+    assert len(asked) == priced
+    passes = 1
+    while balancer.poll(now=1.0):
+        passes += 1
+    assert states(waiting) == "p" * 100
+    assert passes == -(-100 // priced)
 
 
 def test_nobody_is_asked_while_no_endpoint_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
