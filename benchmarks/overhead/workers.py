@@ -4,7 +4,7 @@
 For a 1 KB request and for an event of a stream: the CPU time of each process apart. Proxies run on one core
 (`--spread`: on all, beside the load), so that the sums are comparable; how it scales follows from them: N workers
 relay N times what one core can, until the balancer process is full. The time to the first event at low load is measured
-with proxies on all cores: a request is not delayed by processes that have a core of their own.
+with proxies on all cores, which they share with the load and its server: a process need not wait for another one then.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from benchmarks.overhead.report import insert, table
 from benchmarks.overhead.subjects import LBPROXY, Subject, lbproxy, with_workers
 
 PAGE = ROOT / "docs/scale.md"
+LOADS = "1k,sse,ttft"
 
 
 @dataclass
@@ -89,9 +90,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--spread", action="store_true", help="proxies on both cores, beside the load")
-    parser.add_argument("--loads", default="1k,sse,ttft")
+    parser.add_argument("--loads", default=LOADS)
     parser.add_argument("--write", action="store_true", help="write the tables of docs/scale.md")
     args = parser.parse_args()
+    if args.write and (args.spread or args.loads != LOADS):
+        parser.error("the tables are of all loads, and without --spread")
     build()
     os.sched_setaffinity(0, {int(LOAD_CORE)})
     one = lbproxy("one process", Path())
@@ -133,7 +136,7 @@ def costs(measured: dict[str, tuple[Workload, Seen]], rounds: int) -> str:
     note = (
         f"\nMedians of {rounds} rounds, interleaved; {today()}, {machine()}. In the first two rows all processes"
         " share one core, where\n64 clients or 500 streams keep it busy: the delay of the 1 KB request is that of"
-        " a full core. In the last row they have all cores.\n"
+        " a full core. In the last row they have both.\n"
     )
     return table(heads, rows) + "\n" + note
 

@@ -111,7 +111,7 @@ class Balancing:
 
     def _make_plane(self, parts: Parts) -> WorkersPlane:
         self._plane = plane = WorkersPlane(parts, self._start.path, self._start.url)
-        plane.server.lost.log = self._log.ended
+        plane.server.succession.lost.log = self._log.ended
         return plane
 
     def _on_ready(self, at: app.Listening) -> None:

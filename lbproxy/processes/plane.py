@@ -14,7 +14,7 @@ from lbproxy.control.families.common import WorkerFacts
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.data_plane import Loop, Parts
 from lbproxy.extras.tracing import find_traces
-from lbproxy.workers.server import NO_BEAT, Session, WorkerServer
+from lbproxy.workers.server import Session, WorkerServer
 
 
 class WorkersFront:
@@ -59,30 +59,16 @@ class Totals:
     def __init__(self, server: WorkerServer) -> None:
         self._server = server
         self._gone: Counter[str] = Counter()
-        """Counts of workers that are gone, by family and label."""
-        self._left: dict[int, tuple[int, Counter[str]]] = {}
-        """Of each worker the last process whose link was lost: its pid and its counts. It may come back, and counts on
-        then.
-        """
-        server.on_left = self._on_left
+        """Counts of workers that are dead, by family and label."""
+        server.succession.on_dead = self._on_dead
 
-    def _on_left(self, session: Session) -> None:
-        if session.beat is NO_BEAT:
-            return  # what is known of it is of an earlier link
-        pid, counts = self._left.get(session.index, (session.pid, Counter[str]()))
-        if pid != session.pid:
-            self._gone += counts
-        self._left[session.index] = session.pid, _counts(session)
+    def _on_dead(self, session: Session) -> None:
+        self._gone += _counts(session)
 
     def _sum(self, family: str) -> dict[str, int]:
-        total, left = Counter(self._gone), dict(self._left)
-        for session in self._server.sessions:
-            pid, _ = left.get(session.index, (0, None))
-            if pid == session.pid and session.beat is not NO_BEAT:
-                del left[session.index]
+        total = Counter(self._gone)
+        for session in (*self._server.sessions, *self._server.succession.former.values()):
             total.update(_counts(session))
-        for _, counts in left.values():
-            total.update(counts)
         return {name.partition("/")[2]: n for name, n in total.items() if name.partition("/")[0] == family}
 
     @property

@@ -229,9 +229,10 @@ class Worker:
             if self._loop.time() - self._heard_at > SILENT_S and not self._runtime.pulse.stood_still_since(
                 self._heard_at
             ):
-                text = "the balancer process says nothing for %g s: its link is closed"
+                text = "the balancer process says nothing for %g s: requests are placed by this worker alone meanwhile"
                 logger.error(text, SILENT_S, extra={"event": "workers", "worker": self._start.index})
-                link.abort()
+                self._runtime.detach()
+                link.finish()  # what was sent may be read; there is no other link before that
                 continue
             link.send(self._beat())
 

@@ -111,12 +111,16 @@ class Link(Generic[Received]):
         if max(size, transport.get_write_buffer_size()) > MAX_FRAME_BYTES:
             self._fail("the other process does not read")
 
-    def close(self) -> None:
-        """Send what is to be sent, and end. `lost` is not called."""
+    def finish(self) -> None:
+        """Send what is to be sent, and end; `lost` is called when the peer has all of it, or is gone."""
         self.flush()
-        self._lost = lambda: None
         if self._transport is not None:
             self._transport.close()
+
+    def close(self) -> None:
+        """The same, but `lost` is not called."""
+        self._lost = lambda: None
+        self.finish()
 
     def abort(self) -> None:
         """End at once; `lost` is called in a later turn."""

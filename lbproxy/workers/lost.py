@@ -20,18 +20,18 @@ RETURN_S: Final = 10.0
 """How long a worker may take to be back, and to say what runs. Its successor says sooner that it is dead."""
 
 
-class _Lost:
-    """The requests of one process."""
+class _Loss:
+    """What ran when one link was lost."""
 
-    __slots__ = ("at", "index", "records", "timer")
+    __slots__ = ("at", "index", "pid", "records", "timer")
 
-    def __init__(self, index: int, at: float, timer: asyncio.TimerHandle) -> None:
+    def __init__(self, index: int, pid: int, records: dict[int, RequestRecord], at: float) -> None:
         self.index = index
-        self.at = at
-        """When the link was lost."""
-        self.timer = timer
-        self.records: dict[int, RequestRecord] = {}
+        self.pid = pid
+        self.records = records
         """By the number of the request."""
+        self.at = at
+        self.timer: asyncio.TimerHandle | None = None
 
 
 class LostRequests:
@@ -42,42 +42,38 @@ class LostRequests:
         self.return_s = RETURN_S
         self.log: Callable[[list[RequestRecord]], None] = lambda _: None
         """Called with the records that their worker, which is gone, could not log."""
-        self._by_pid: dict[int, _Lost] = {}
+        self._losses: list[_Loss] = []
 
     def add(self, index: int, pid: int, records: dict[int, RequestRecord]) -> None:
-        """The link of the worker with this index is lost, and so many of its requests ran."""
-        if not records:
-            return
-        before = self._by_pid.get(pid)
-        if before is not None:
-            before.timer.cancel()
-            records = before.records | records
-        timer = self._runtime.loop.call_later(self.return_s, self._give_up, pid)
-        self._by_pid[pid] = lost = _Lost(index, self._runtime.now(), timer)
-        lost.records = records
+        """The link of the worker with this index is lost, while these ran."""
+        if records:
+            loss = _Loss(index, pid, records, self._runtime.now())
+            loss.timer = self._runtime.loop.call_later(self.return_s, self._give_up, loss)
+            self._losses.append(loss)
 
     def take(self, pid: int, number: int) -> RequestRecord | None:
         """The record of a request that its worker tells of over another link; None: it was not lost."""
-        lost = self._by_pid.get(pid)
-        return None if lost is None else lost.records.pop(number, None)
+        found = (one.records.pop(number) for one in self._losses if one.pid == pid and number in one.records)
+        return next(found, None)
 
     def joined(self, index: int, pid: int) -> None:
         """A process has the place of this worker now. If it is another one than before, that is dead."""
-        for other in [one for one, lost in self._by_pid.items() if lost.index == index and one != pid]:
-            self._give_up(other)
+        for loss in [one for one in self._losses if one.index == index and one.pid != pid]:
+            self._give_up(loss)
 
     def close(self) -> None:
         """No worker comes back."""
-        for pid in list(self._by_pid):
-            self._give_up(pid)
+        for loss in list(self._losses):
+            self._give_up(loss)
 
-    def _give_up(self, pid: int) -> None:
-        lost = self._by_pid.pop(pid)
-        lost.timer.cancel()
-        records = list(lost.records.values())
+    def _give_up(self, loss: _Loss) -> None:
+        if loss.timer is not None:
+            loss.timer.cancel()
+        self._losses.remove(loss)
+        records = list(loss.records.values())
         for record in records:
             record.outcome = Outcome.INTERNAL_ERROR
             record.error = "its worker process ended"
-            record.ended_at = lost.at
+            record.ended_at = loss.at
             self._runtime.emit(record)
         self.log(records)

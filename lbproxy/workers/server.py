@@ -29,8 +29,8 @@ from lbproxy.runtime import Runtime
 from lbproxy.workers import messages as m
 from lbproxy.workers.contents import fill, fill_plain, member, placed
 from lbproxy.workers.link import Link
-from lbproxy.workers.lost import LostRequests
 from lbproxy.workers.origins import Receiving
+from lbproxy.workers.succession import Succession
 
 logger = logging.getLogger("lbproxy")
 
@@ -72,6 +72,8 @@ class Session:
         self.index = -1
         """-1: it has not said yet which worker it is."""
         self.pid = 0
+        self.is_back = False
+        """Its process had a link before this one."""
         self.beat = NO_BEAT
         self.cpu_share = 0.0
         """Of one core, between its last two beats."""
@@ -117,7 +119,7 @@ class Session:
         for job in jobs.values():
             if job.ticket is not None:
                 self._runtime.close(job.ticket, Outcome.INTERNAL_ERROR)
-        self._server.lost.add(self.index, self.pid, {job.number: job.record for job in jobs.values()})
+        self._server.succession.lost.add(self.index, self.pid, {job.number: job.record for job in jobs.values()})
         self.adopted.set()
         self._server.left(self)
 
@@ -125,21 +127,25 @@ class Session:
         self.index, self.pid = message.index, message.pid
         self._server.joined(self)
 
+    def goes_on(self, before: Session) -> None:
+        """It is the process whose link `before` is lost."""
+        self.is_back = True
+        self.beat, self._beat_at, self.cpu_share = before.beat, before._beat_at, before.cpu_share
+
     # Requests
 
     def _on_submit(self, message: m.Submit) -> None:
         job = self._job(message)
         self._submit(job, message, False)
 
-    def _job(self, message: Any, lost: RequestRecord | None = None) -> _Job:
-        """That of an attempt; it begins with the first one. `lost`: its record from before this link. Any: or compiled
-        code looks at each field of the tuples.
-        """
+    def _job(self, message: Any) -> _Job:
+        """That of an attempt; it begins with the first one. Any: or compiled code looks at each field of the tuples."""
         number, origin = message.number, self._origins.origin(message.origin)
         job = self.jobs.get(number)
         if job is not None:
             return job
         request: m.Fields = message.request
+        lost = self._server.succession.lost.take(self.pid, number) if self.is_back else None
         record = lost or RequestRecord(request[0], origin[0], origin[1], origin[2], message.started_at)
         record.route, record.key = origin[3], origin[4]
         record.model, record.stream = request[1], request[2]
@@ -258,7 +264,7 @@ class Session:
     def _on_ended(self, message: m.Ended) -> None:
         job = self.jobs.pop(message.number, None)
         if job is None:
-            lost = self._server.lost.take(self.pid, message.number)
+            lost = self._server.succession.lost.take(self.pid, message.number) if self.is_back else None
             record = lost or RequestRecord(message.id, message.method, message.path, message.client, message.started_at)
         else:
             record = job.record
@@ -283,7 +289,7 @@ class Session:
 
     def _on_running(self, message: m.Running) -> None:
         """A request that was placed by another balancer process, or by the worker alone."""
-        job = self._job(message.submit, self._server.lost.take(self.pid, message.submit.number))
+        job = self._job(message.submit)
         request, told_tokens = message.submit.request, message.told_tokens
         job.ticket = self._runtime.adopt(request, message.url, began=message.began, told_tokens=told_tokens)
 
@@ -325,11 +331,9 @@ class WorkerServer:
         self.sessions: list[Session] = []
         self.told: dict[EndpointUid, tuple[object, ...]] = {}
         """The endpoints that workers know, each with what they were told of it."""
-        self.lost = LostRequests(runtime)
+        self.succession: Succession[Session] = Succession(runtime)
         self.on_beat: Callable[[Session], None] = lambda _: None
         """Called with each worker whose figures arrived."""
-        self.on_left: Callable[[Session], None] = lambda _: None
-        """Called with each worker whose link is lost."""
         self._models: dict[EndpointUid, object] = {}
         self._version = -1
         self._text: str | None = None
@@ -355,9 +359,9 @@ class WorkerServer:
             self._server.close()
         if self._timer is not None:
             self._timer.cancel()
-        for session in list(self.sessions):
+        for session in (*self.sessions, *self.succession.early):
             session.link.close()
-        self.lost.close()
+        self.succession.lost.close()
 
     def ready(self) -> None:
         """Decide from now on, for the workers that are there and those that come."""
@@ -367,7 +371,9 @@ class WorkerServer:
 
     def joined(self, session: Session) -> None:
         """A worker said which one it is."""
-        self.lost.joined(session.index, session.pid)
+        if self.succession.wait_for_earlier(session, self.sessions):
+            return
+        self.succession.joined(session)
         self.sessions.append(session)
         self.sessions.sort(key=lambda one: one.index)
         if self._ready:
@@ -375,9 +381,12 @@ class WorkerServer:
 
     def left(self, session: Session) -> None:
         """Its link is lost."""
+        self.succession.gave_up(session)
         if session in self.sessions:
             self.sessions.remove(session)
-            self.on_left(session)
+            following = self.succession.left(session)
+            if following is not None:
+                self.joined(following)
 
     async def settle(self, text: str) -> None:
         """Have all workers use other settings, also those that come later; returns when those that are there do, or

@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from lbproxy.processes.balancing import COUNT_EVERY_S
+from lbproxy.workers.lost import RETURN_S
 from tests.support.aio import run, until
 from tests.support.load import load
 from tests.support.process import Process, children_of, exists, lbproxy, mock
@@ -216,10 +217,11 @@ def test_each_request_is_counted_once_though_the_balancer_process_stood_still(
             os.kill(balancer, signal.SIGSTOP)
             try:
                 async with load(it.url, keep=1, fresh=1) as clients:
-                    await until(lambda: it.process.read().count(SILENT) == WORKERS, "both ended their links")
+                    await until(lambda: len(silent(it)) == WORKERS, "both ended their links")
                     await until(lambda done=clients.done: clients.done > done + 20, "requests are served meanwhile")  # type: ignore[misc]
             finally:
                 os.kill(balancer, signal.SIGCONT)
+            went_on = asyncio.get_running_loop().time()
             assert clients.failed == []
             await until(lambda: len(it.workers()) == WORKERS, "they are back")
             assert it.balancer() == balancer
@@ -227,9 +229,16 @@ def test_each_request_is_counted_once_though_the_balancer_process_stood_still(
         await until(lambda: it.in_flight() == 0)
         served = len(opened) + clients.done
         await until(lambda: it.metric("lbproxy_requests_total{") >= served, "all are counted")
+        await asyncio.sleep(max(0.0, went_on + RETURN_S + 0.5 - asyncio.get_running_loop().time()))
         assert it.metric("lbproxy_requests_total{") == served
-        assert set(Counter(line["id"] for line in it.process.lines("request")).values()) == {1}
+        logged = Counter(line["id"] for line in it.process.lines("request"))
+        assert len(logged) == served
+        assert set(logged.values()) == {1}
         assert {line["outcome"] for line in it.process.lines("request")} == {"completed"}
+
+    def silent(it: Cluster) -> set[object]:
+        """Workers that noticed."""
+        return {line["worker"] for line in it.process.lines("workers") if SILENT in str(line["message"])}
 
     with cluster(tmp_path, servers) as it:
         run(body(it), timeout_s=100.0)

@@ -208,6 +208,28 @@ def test_close_sends_what_is_unsent_and_calls_nothing() -> None:
     run(body())
 
 
+def test_a_finished_link_is_lost_when_a_peer_that_stood_still_has_read_all() -> None:
+    """More was sent than its socket takes."""
+
+    async def body() -> None:
+        async with pair() as (worker, balancer):
+            transport = balancer.link._transport
+            assert transport is not None
+            transport.pause_reading()
+            sent = [m.Stores(n, "x" * 1000) for n in range(1000)]
+            for message in sent:
+                worker.link.send(message)
+                worker.link.flush()
+            worker.link.finish()
+            await asyncio.sleep(0.05)
+            assert not worker.lost
+            transport.resume_reading()
+            await until(lambda: worker.lost and balancer.lost)
+            assert balancer.arrived == sent
+
+    run(body())
+
+
 def test_what_is_sent_after_the_end_is_dropped() -> None:
     async def body() -> None:
         async with pair() as (worker, balancer):

@@ -394,17 +394,13 @@ def test_a_lost_link_closes_the_tickets_of_its_worker_alone() -> None:
 
     async def body() -> None:
         async with balancing(1) as it:
-            it.server.lost.return_s = 0.05
+            it.server.succession.lost.return_s = 0.05
             one, two = await it.worker(0), await it.worker(1)
-            left: list[int] = []
-            it.server.on_left = lambda session: left.append(session.index)
             await one.says(submit(1), submit(2), m.FirstByte(2))
             await two.says(submit(1))
             assert it.in_flight() == [3]
             one.end.link.abort()
-            await until(lambda: left)
-            assert left == [0]
-            assert it.in_flight() == [1]
+            await until(lambda: it.in_flight() == [1])
             assert [session.index for session in it.server.sessions] == [1]
             await until(lambda: len(it.records.requests) == 2)
             assert {(one.outcome, one.error) for one in it.records.requests} == {
@@ -422,17 +418,16 @@ def test_a_worker_that_ended_its_link_and_is_back_has_one_record_of_each_request
     async def body() -> None:
         async with balancing(1) as it:
             logged: list[str] = []
-            it.server.lost.log = lambda records: logged.extend(record.id for record in records)
-            it.server.lost.return_s = 0.3
+            it.server.succession.lost.log = lambda records: logged.extend(record.id for record in records)
             before = await it.worker(0)
-            await before.says(*(submit(n) for n in (1, 2, 3, 4)), m.FirstByte(2))
+            await before.says(*(submit(n) for n in (1, 2, 3, 4, 5)), m.FirstByte(2))
             begun = {record.id: record for record in it.server.running_records()}
             before.end.link.abort()
             await until(lambda: not it.server.sessions)
             assert it.in_flight() == [0]
             worker = await it.worker(0)
             url = it.endpoints[0].base_url
-            # The first still runs, the second and third ended meanwhile, and the fourth is forgotten.
+            # The first still runs, the second and third ended meanwhile, the fourth is forgotten, the fifth asks again.
             await worker.says(m.Running(submit(1), url, False, None), ended(2), ended(3, Outcome.CLIENT_CLOSED))
             assert it.in_flight() == [1]
             assert [(one.id, one.outcome) for one in it.records.requests] == [
@@ -441,14 +436,20 @@ def test_a_worker_that_ended_its_link_and_is_back_has_one_record_of_each_request
             ]
             (running,) = it.server.running_records()
             assert running is begun["r1"], "what was noted of it is known as before"
-            await until(lambda: logged)
-            await worker.says(m.Close(1, COMPLETED, None, False), ended(1))
+            await worker.says(submit(5, again=True))
+            assert {one.id: one for one in it.server.running_records()}["r5"] is begun["r5"]
+            await worker.says(*(m.Close(n, COMPLETED, None, False) for n in (1, 5)), ended(1), ended(5))
             assert it.in_flight() == [0]
+            worker.end.link.abort()
+            await until(lambda: not it.server.sessions)
+            assert not logged
+            await it.worker(0, pid=7)
+            await until(lambda: len(it.records.requests) == 5)
             assert logged == ["r4"]
             ends = {one.id: one.outcome for one in it.records.requests}
             assert ends.pop("r4") is Outcome.INTERNAL_ERROR
-            assert ends == {"r1": Outcome.COMPLETED, "r2": Outcome.COMPLETED, "r3": Outcome.CLIENT_CLOSED}
-            assert len(it.records.requests) == 4
+            assert ends.pop("r3") is Outcome.CLIENT_CLOSED
+            assert ends == dict.fromkeys(("r1", "r2", "r5"), Outcome.COMPLETED)
 
     run(body())
 
@@ -458,7 +459,7 @@ def test_the_records_of_a_dead_worker_are_there_as_soon_as_its_successor_is() ->
         async with balancing(1) as it:
             worker, other = await it.worker(0), await it.worker(1)
             await worker.says(submit(1))
-            await other.says(submit(1))
+            await other.says(submit(2))
             worker.end.link.abort()
             other.end.link.abort()
             await until(lambda: not it.server.sessions)
@@ -467,6 +468,32 @@ def test_the_records_of_a_dead_worker_are_there_as_soon_as_its_successor_is() ->
             assert [(one.id, one.outcome) for one in it.records.requests] == [("r1", Outcome.INTERNAL_ERROR)]
             it.server.close()
             await until(lambda: len(it.records.requests) == 2)
+
+    run(body())
+
+
+def test_the_next_link_of_a_worker_waits_until_its_earlier_one_is_read() -> None:
+    """What a worker sent before it ended a link is handled before what it says over the next."""
+
+    async def body() -> None:
+        async with balancing(1) as it:
+            before = await it.worker(0)
+            await before.says(submit(1), submit(2))
+            after, gone = await it.worker(0), await it.worker(0)
+            assert it.server.sessions == [before.session]
+            assert not after.heard(m.Welcome)
+            gone.end.link.abort()
+            before.end.link.send(ended(1))
+            before.end.link.finish()
+            await until(lambda: after.heard(m.Welcome))
+            assert it.server.sessions == [after.session]
+            await after.says(m.Running(submit(2), it.endpoints[0].base_url, True, None))
+            assert it.in_flight() == [1]
+            await after.says(m.Close(2, COMPLETED, None, False), ended(2))
+            assert [(one.id, one.outcome) for one in it.records.requests] == [
+                ("r1", Outcome.COMPLETED),
+                ("r2", Outcome.COMPLETED),
+            ]
 
     run(body())
 

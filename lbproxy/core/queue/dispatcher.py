@@ -333,8 +333,9 @@ class Dispatcher:
             moved = moved or ticket.best is not best
             if ticket.state is TicketState.WAITING:
                 self._reserve(ticket, now)
-                if ticket.best is None:
+                if ticket.best is None:  # no endpoint may be asked: nothing was priced, and others like it wait too
                     stuck.add(key)
+                    left += 1
                 continue
             moved = True
             self._queue.remove(ticket)

@@ -245,9 +245,10 @@ class Relay(PayloadWatcher):
         if self._ids is not None:
             self._look_for_id(self._ids, data, start, end)
         if not self._verbatim:
-            self._write(data[start:end])
-            if not self._content_began:
-                self._first_byte()
+            if self._content_began:
+                self._write(data[start:end])
+            else:
+                self._write_first(data[start:end])
 
     # net.connections.pool.Receiver
 
@@ -270,9 +271,10 @@ class Relay(PayloadWatcher):
             if self._is_refusal(data) or self._opening.keeps(data, self._scanner):
                 return
         if self._verbatim:
-            self._write(data)
-            if not self._content_began:
-                self._first_byte()
+            if self._content_began:
+                self._write(data)
+            else:
+                self._write_first(data)
         now = self._runtime.now()
         if now >= self._progress_at:
             self._report_progress(now)
@@ -383,17 +385,16 @@ class Relay(PayloadWatcher):
         if ids.done:
             self._ids = None
 
-    def _first_byte(self) -> None:
-        """Note the first byte. Of a stream only an event counts: comments keep the connection alive while the prompt
-        waits.
-        """
+    def _write_first(self, data: bytes) -> None:
+        """Write, and note the first byte. Of a stream only an event counts: comments come while the prompt waits."""
         if self._scanner is None or self._scanner.has_content:
             self._content_began = True
             if self._connection is not None:
                 self._connection.began()
             self._record.first_byte_at = self._runtime.now()
-            if self._head.status < 300:  # the time of an error shows nothing of the endpoint's speed
-                self._runtime.first_byte(self._ticket)
+        self._write(data)
+        if self._content_began and self._head.status < 300:  # the time of an error shows nothing of the speed
+            self._runtime.first_byte(self._ticket)  # last: else its message, in a worker, goes before the bytes
 
     def _send_head_alone(self) -> None:
         """Send the head alone, without a commitment if another stream could continue after it."""

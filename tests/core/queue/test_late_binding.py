@@ -250,6 +250,21 @@ def test_one_saturated_model_does_not_hold_up_another() -> None:
     assert states(stuck) == "w" * 100
 
 
+def test_many_models_that_have_no_place_do_not_hold_up_the_last() -> None:
+    """One request waits for each of more models than are priced in one pass, and a place is free for the last one's."""
+    models = [f"m{n}" for n in range(MAX_PRICED + 8)]
+    balancer = make_balancer(policy="adaptive", admission=AdmissionSettings(max_in_flight_per_endpoint=1))
+    endpoints = balancer.set_endpoints([spec(n) for n in range(len(models))], now=0.0).added
+    for endpoint, model in zip(endpoints, models, strict=True):
+        bring_up(balancer, [endpoint], model)
+    running = [balancer.submit(ask(10, model=model), now=0.0) for model in models]
+    waiting = [balancer.submit(ask(10, model=model), now=0.1) for model in models]
+    assert states(running + waiting) == "p" * len(models) + "w" * len(models)
+    balancer.close(running[-1], Outcome.COMPLETED, now=1.0)
+    balancer.poll(now=1.0)
+    assert states(waiting) == "w" * (len(models) - 1) + "p"
+
+
 @interpreted
 def test_so_many_are_priced_at_a_time_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """All want the busy e1, where the prefix is; e2 has room, and each time some of them could go there instead."""

@@ -21,7 +21,7 @@ from tests.support.rig import RUNTIME, post, rig
 
 POINTS = [
     *((Relay, name) for name in ("body", "feed", "_write", "_report_progress", "ended", "_finish", "_count")),
-    *((Relay, name) for name in ("pause", "_first_byte", "_is_refusal", "_release_head")),
+    *((Relay, name) for name in ("pause", "_write_first", "_is_refusal", "_release_head")),
     *((EventScanner, "feed"), (UsageScanner, "feed"), (ChunkedFraming, "feed"), (ConnectionPool, "keep")),
     *((Exchange, name) for name in ("relayed", "committed", "_note_usage", "_enter", "finish")),
     *((RUNTIME, name) for name in ("progress", "first_byte", "close", "emit")),
