@@ -45,6 +45,19 @@ def on(tickets: list[Ticket]) -> list[str]:
     return [ticket.placed_on.endpoint.name if ticket.placed_on else "-" for ticket in tickets]
 
 
+def priced(balancer: Balancer, monkeypatch: pytest.MonkeyPatch) -> list[InferenceRequest]:
+    """The requests that are priced from now on."""
+    asked: list[InferenceRequest] = []
+    price = balancer._choice.policy.price
+
+    def counting(request: InferenceRequest, *rest: object, **options: object) -> Prices:
+        asked.append(request)
+        return price(request, *rest, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(balancer._choice.policy, "price", counting)
+    return asked
+
+
 def fill(balancer: Balancer, count: int, tokens: int = 3000, now: float = 0.0) -> list[Ticket]:
     """More than a quarter of a second of prefill for each of `count` idle endpoints."""
     tickets = [balancer.submit(ask(tokens), now=now) for _ in range(count)]
@@ -274,14 +287,7 @@ def test_so_many_are_priced_at_a_time_and_no_more(monkeypatch: pytest.MonkeyPatc
     assert one.placed_on is not None
     one.placed_on.load.kv.cache.pin(tuple(keys))
     waiting = [balancer.submit(ask(102_400, keys=keys), now=0.0) for _ in range(100)]
-    asked: list[InferenceRequest] = []
-    price = balancer._choice.policy.price
-
-    def counting(request: InferenceRequest, *rest: object, **options: object) -> Prices:
-        asked.append(request)
-        return price(request, *rest, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(balancer._choice.policy, "price", counting)
+    asked = priced(balancer, monkeypatch)
     balancer.first_byte(two, now=0.1)
     assert balancer.poll(now=0.1) == []
     assert len(asked) == MAX_MOVES
@@ -297,9 +303,9 @@ def test_so_many_are_priced_at_a_time_and_no_more(monkeypatch: pytest.MonkeyPatc
 
 
 @interpreted
-@pytest.mark.parametrize(("endpoints", "priced"), [(4, MAX_PRICED), (800, 20), (2000, MIN_PRICED)])
+@pytest.mark.parametrize(("endpoints", "at_a_time"), [(4, MAX_PRICED), (800, 20), (2000, MIN_PRICED)])
 def test_fewer_are_priced_at_a_time_over_many_endpoints(
-    endpoints: int, priced: int, monkeypatch: pytest.MonkeyPatch
+    endpoints: int, at_a_time: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All that wait may be served, one pass after the other."""
     balancer, _ = adaptive(endpoints)
@@ -308,21 +314,14 @@ def test_fewer_are_priced_at_a_time_over_many_endpoints(
     assert states(running + waiting) == "p" * endpoints + "w" * 100
     for ticket in running:
         balancer.first_byte(ticket, now=1.0)
-    asked: list[InferenceRequest] = []
-    price = balancer._choice.policy.price
-
-    def counting(request: InferenceRequest, *rest: object, **options: object) -> Prices:
-        asked.append(request)
-        return price(request, *rest, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(balancer._choice.policy, "price", counting)
+    asked = priced(balancer, monkeypatch)
     balancer.poll(now=1.0)
-    assert len(asked) == priced
+    assert len(asked) == at_a_time
     passes = 1
     while balancer.poll(now=1.0):
         passes += 1
     assert states(waiting) == "p" * 100
-    assert passes == -(-100 // priced)
+    assert passes == -(-100 // at_a_time)
 
 
 def test_nobody_is_asked_while_no_endpoint_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
