@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import cast
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from lbproxy import model_look
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.requests.outcome import Outcome
+from lbproxy.net.connections import corked
 from lbproxy.net.connections.pool import Connection
 from lbproxy.net.dialing.origin import Origin
 from lbproxy.proxy.exchange.steps import NEXT_STEPS, Step
@@ -256,3 +258,41 @@ def test_every_step_of_the_table_is_taken_by_something(steps: Steps, monkeypatch
         elsewhere |= {(Step.DIALLING, Step.BACKING_OFF), (Step.BACKING_OFF, Step.FINISHED)}
         elsewhere |= {(Step.DIALLING, Step.FINISHED), *(step for step in possible if Step.LOOKING in step)}
     assert possible - steps.taken <= elsewhere, "nothing here takes these steps"
+
+
+@interpreted
+def test_the_clock_of_silence_stands_still_from_the_first_byte_on_if_its_client_does_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bytes are sent at once where many connections have some: then the client is full before the write returns."""
+    size = 4 << 20
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % size
+
+    async def script(wire: Wire, _: Received) -> None:
+        await wire.send(head)
+        await asyncio.sleep(0.05)
+        wire.writer.write(b'"' + b"x" * (size - 2) + b'"')
+        await wire.watch()
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url, more=LONG) as it:
+            with socket.socket() as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                client.setblocking(False)
+                await loop.sock_connect(client, ("127.0.0.1", it.port))
+                await until(lambda: len(it.front._clients()) == 1)
+                (connection,) = it.front._clients()
+                assert connection.transport is not None
+                small = connection.transport.get_extra_info("socket")
+                small.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)
+                await loop.sock_sendall(client, post(b'{"model":"m","prompt":"x"}', "/v1/completions"))
+                await asyncio.sleep(1.2)  # twice the limit
+                received = 0
+                while received < size:
+                    data = await loop.sock_recv(client, 1 << 16)
+                    assert data, it.records.requests
+                    received += len(data)
+
+    monkeypatch.setattr(corked, "BATCH", 1)
+    run(main())
