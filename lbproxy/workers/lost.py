@@ -53,8 +53,10 @@ class LostRequests:
 
     def take(self, pid: int, number: int) -> RequestRecord | None:
         """The record of a request that its worker tells of over another link; None: it was not lost."""
-        found = (one.records.pop(number) for one in self._losses if one.pid == pid and number in one.records)
-        return next(found, None)
+        for loss in self._losses:
+            if loss.pid == pid and number in loss.records:
+                return loss.records.pop(number)
+        return None
 
     def joined(self, index: int, pid: int) -> None:
         """A process has the place of this worker now. If it is another one than before, that is dead."""

@@ -145,12 +145,17 @@ class Session:
         if job is not None:
             return job
         request: m.Fields = message.request
-        lost = self._server.succession.lost.take(self.pid, number) if self.is_back else None
-        record = lost or RequestRecord(request[0], origin[0], origin[1], origin[2], message.started_at)
+        record = self._lost_record(number) or RequestRecord(
+            request[0], origin[0], origin[1], origin[2], message.started_at
+        )
         record.route, record.key = origin[3], origin[4]
         record.model, record.stream = request[1], request[2]
         job = self.jobs[number] = _Job(self, number, record, message)
         return job
+
+    def _lost_record(self, number: int) -> RequestRecord | None:
+        """The record of a request that began over an earlier link of this worker's process."""
+        return self._server.succession.lost.take(self.pid, number) if self.is_back else None
 
     def _submit(self, job: _Job, message: Any, again: bool) -> None:
         """Any: see `_job`. `again`: after a look for its model."""
@@ -264,8 +269,9 @@ class Session:
     def _on_ended(self, message: m.Ended) -> None:
         job = self.jobs.pop(message.number, None)
         if job is None:
-            lost = self._server.succession.lost.take(self.pid, message.number) if self.is_back else None
-            record = lost or RequestRecord(message.id, message.method, message.path, message.client, message.started_at)
+            record = self._lost_record(message.number) or RequestRecord(
+                message.id, message.method, message.path, message.client, message.started_at
+            )
         else:
             record = job.record
             ticket = job.ticket
@@ -381,7 +387,7 @@ class WorkerServer:
 
     def left(self, session: Session) -> None:
         """Its link is lost."""
-        self.succession.gave_up(session)
+        self.succession.stop_waiting(session)
         if session in self.sessions:
             self.sessions.remove(session)
             following = self.succession.left(session)

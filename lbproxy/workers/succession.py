@@ -65,7 +65,7 @@ class Succession(Generic[AWorker]):
             self.early.remove(found)
         return found
 
-    def gave_up(self, worker: AWorker) -> None:
-        """A link is lost, perhaps while it waited."""
+    def stop_waiting(self, worker: AWorker) -> None:
+        """A link that may have been waiting is lost."""
         if worker in self.early:
             self.early.remove(worker)
