@@ -107,7 +107,7 @@ LARGE = {
     "FixedEngine": 19,
 }
 """Classes that have more, and how many at most: these numbers only shrink."""
-MAX_FILE_LINES = 500
+MAX_FILE_LINES = 700
 """Without the line of the licence."""
 LICENCE = "# SPDX-License-Identifier: Apache-2.0"
 MAX_FUNCTION_LINES = 70
