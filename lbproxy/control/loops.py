@@ -15,12 +15,18 @@ RESTART_MAX_S: Final = 10.0
 
 
 async def supervise(name: str, run: Callable[[], Awaitable[None]], rng: random.Random) -> None:
-    """Run a long-lived loop; when it raises, log that and start it again after a back-off that grows up to 10 s."""
+    """Run a long-lived loop; when it raises, log that and start it again after a back-off that grows up to 10 s, and
+    is short again once the loop has run for longer than that.
+    """
     delay_s = RESTART_FIRST_S
+    loop = asyncio.get_running_loop()
     while True:
+        began_at = loop.time()
         try:
             await run()
         except Exception:
+            if loop.time() - began_at > RESTART_MAX_S:
+                delay_s = RESTART_FIRST_S
             logger.exception("%s failed; it starts again in about %.1f s", name, delay_s)
         else:
             return

@@ -15,6 +15,7 @@ Every call is bounded in time and raises StoreError, whatever the server does.
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
@@ -50,6 +51,7 @@ READ_ENTRIES: Final = 64
 """Batches that one read returns of each stream."""
 MAX_REPLICAS: Final = 64
 MAX_INFO_BYTES: Final = 1024
+_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,80}")
 KNOWLEDGE_S: Final = 30
 """How long knowledge that nobody fetches is kept."""
 
@@ -113,11 +115,10 @@ class RedisStore:
             pipe.delete(self._key("wants", replica))
             done = await pipe.execute()
             alive = await self._infos(done[3])
-            names = sorted(name.decode(errors="replace") for name in done[3])[:MAX_REPLICAS]
-            gone = [name for name in names if name not in alive and name != replica]
+            gone = [name for name in _ids(done[3]) if name not in alive and name != replica]
             if gone:
                 await self._redis.srem(self._key("replicas"), *gone)
-        return alive, [name.decode(errors="replace") for name in done[4]]
+        return alive, _ids(done[4])
 
     async def leave(self, replica: str) -> None:
         """Say that a replica is gone."""
@@ -178,7 +179,7 @@ class RedisStore:
 
     async def _infos(self, found: Iterable[bytes]) -> dict[str, bytes]:
         """The infos of those of these that live."""
-        names = sorted(name.decode(errors="replace") for name in found)[:MAX_REPLICAS]
+        names = _ids(found)
         infos = await self._redis.mget([self._key("alive", name) for name in names]) if names else []
         return {name: one for name, one in zip(names, infos, strict=True) if one and len(one) <= MAX_INFO_BYTES}
 
@@ -190,6 +191,11 @@ class RedisStore:
                     await client.aclose()
             except (*_ERRORS, TimeoutError):
                 pass  # it is gone anyway
+
+
+def _ids(found: Iterable[bytes]) -> list[str]:
+    """Those that can be ids of replicas, of what anybody may have written there; `MAX_REPLICAS` at most."""
+    return sorted(name.decode() for name in found if _ID.fullmatch(name))[:MAX_REPLICAS]
 
 
 _ERRORS: Final = (RedisError, RedisClusterException, OSError)

@@ -28,7 +28,7 @@ from lbproxy.config.sections.replicas import ReplicasSettings
 from lbproxy.config.text import ConfigError, one_line
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.replicas.batches import BatchError, decode, encode
-from lbproxy.core.replicas.peers import PeerSnapshot
+from lbproxy.core.replicas.peers import MAX_PEERS, PeerSnapshot
 from lbproxy.core.saved.lines import encode as encode_piece
 from lbproxy.core.saved.lines import read_lines
 from lbproxy.core.saved.reading import Saved, SavedError
@@ -56,6 +56,7 @@ TURN_S: Final = 0.002
 """How long the export of what is known holds up the event loop at one time."""
 CHUNK_BYTES: Final = 1 << 18
 MAX_KNOWLEDGE_BYTES: Final = 256 << 20
+MAX_PROBLEM_CHARS: Final = 200
 MAX_STORED: Final = 10_000
 """Stored responses of which one who joins is told."""
 
@@ -204,6 +205,9 @@ class Replication:
                     await store.close()
             except* StoreError as errors:
                 self._failed(errors.exceptions[0])
+            except* Exception as errors:  # requests that others told of must end, and whoever looks must see it
+                logger.exception("replicas: the exchange failed", extra={"event": "replicas"})
+                self._failed(StoreError(f"an internal error, see the log: {_first(errors)!r}"[:MAX_PROBLEM_CHARS]))
             retry_s = RETRY_FIRST_S if self._runtime.now() - began_at > RETRY_MAX_S else min(RETRY_MAX_S, 2.0 * retry_s)
             await self._pause(retry_s * random.uniform(0.75, 1.25))  # noqa: S311 - spreads load
 
@@ -214,10 +218,8 @@ class Replication:
             self._forget_silent()
 
     def _failed(self, error: BaseException) -> None:
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
         self.stats.failures += 1
-        text = str(error)
+        text = str(_first(error))
         if self.problem != text:
             self.problem = text
             told = "replicas: %s cannot be used, so this one goes on alone: %s"
@@ -234,7 +236,7 @@ class Replication:
             others = ", ".join(sorted(self._others)) or "none"
             logger.info(text, self.url, self.replica, others, extra={"event": "replicas"})
         async with asyncio.TaskGroup() as tasks:
-            wanting: asyncio.Queue[str] = asyncio.Queue()
+            wanting: asyncio.Queue[str] = asyncio.Queue(MAX_PEERS)
             tasks.create_task(self._keep_beating(store, wanting))
             tasks.create_task(self._keep_giving(store, wanting))
             tasks.create_task(self._keep_sending(store))
@@ -243,8 +245,9 @@ class Replication:
     async def _keep_beating(self, store: Store, wanting: asyncio.Queue[str]) -> None:
         while True:
             await asyncio.sleep(BEAT_S)
-            for replica in await self._beat(store):
-                wanting.put_nowait(replica)
+            for replica in dict.fromkeys(await self._beat(store)):
+                if not wanting.full():
+                    wanting.put_nowait(replica)
 
     async def _keep_giving(self, store: Store, wanting: asyncio.Queue[str]) -> None:
         """One after the other, while beats go on."""
@@ -418,6 +421,13 @@ def without_password(url: str) -> str:
 
 def _host_name() -> str:
     return re.sub("[^A-Za-z0-9._-]", "-", socket.gethostname())[:64] or "lbproxy"
+
+
+def _first(error: BaseException) -> BaseException:
+    """The first of a group of errors."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def _is_end(line: bytes) -> bool:

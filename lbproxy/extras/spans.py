@@ -20,6 +20,7 @@ from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, Trace
 from opentelemetry.util.types import AttributeValue
 
 from lbproxy import __version__
+from lbproxy.config.text import encodable
 from lbproxy.core.endpoints.endpoint import Endpoint
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.observed.trace import Attempt, Trace
@@ -280,5 +281,5 @@ def _some(attributes: Mapping[str, AttributeValue | None]) -> Attributes:
 
 def _text(text: str) -> str:
     """What others wrote, bounded, and such that UTF-8 can say it: one that it cannot would lose a whole export."""
-    text = text[:MAX_CHARS]
-    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+    said: str = encodable(text[:MAX_CHARS])
+    return said

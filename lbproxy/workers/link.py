@@ -19,32 +19,17 @@ from typing import Any, Final, Generic, TypeAlias, TypeVar, cast
 
 import msgspec
 
+from lbproxy.config.text import encodable
+
 logger = logging.getLogger("lbproxy")
 
 MAX_FRAME_BYTES: Final = 64 << 20
 _SIZE: Final = 4
 _pack_size: Final = struct.Struct("<I").pack_into
-_MIN_INTEGER: Final = -(1 << 63)
-_MAX_INTEGER: Final = (1 << 64) - 1
 
 Received = TypeVar("Received")
 Sent: TypeAlias = msgspec.Struct | tuple[object, ...]
 """A message, or its tag and the first of its fields if the others are as by default."""
-
-
-def encodable(value: Any) -> Any:
-    """The same, as msgpack can have it: lone surrogates in texts as escapes, integers within 64 bits."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode()
-    if isinstance(value, int) and not isinstance(value, bool):
-        return max(_MIN_INTEGER, min(value, _MAX_INTEGER))
-    if isinstance(value, msgspec.Struct):
-        return type(value)(*(encodable(getattr(value, field)) for field in value.__struct_fields__))
-    if isinstance(value, (tuple, list)):
-        return [encodable(one) for one in value]
-    if isinstance(value, dict):
-        return {encodable(key): encodable(one) for key, one in value.items()}
-    return value
 
 
 class Link(Generic[Received]):

@@ -211,3 +211,23 @@ def test_nobody_listens() -> None:
 def test_wrong_options_are_told_at_once(url: str) -> None:
     with pytest.raises(StoreError):
         RedisStore(url, "test")
+
+
+def test_what_others_wrote_among_the_ids_is_none(tmp_path: Path) -> None:
+    """Whoever can write to the server chooses neither the size nor the form of what we keep by id."""
+
+    async def body(store: RedisStore) -> None:
+        try:
+            await store.beat("a-1", b"{}")
+            alive, wanting = await store.beat("a-1", b"{}")
+            assert (sorted(alive), wanting) == (["a-1"], [])
+        finally:
+            await store.close()
+
+    with redis_server(tmp_path) as server:
+        store = RedisStore(server.url, "default")
+        for name in (b"x" * 100_000, b"\xff\xfe", b"a b", b"", b"a\n"):
+            server.call("SADD", "{lbproxy:default}:replicas", name)
+            server.call("SET", b"{lbproxy:default}:alive:" + name, b"{}")
+            server.call("RPUSH", "{lbproxy:default}:wants:a-1", name)
+        run(body(store))

@@ -15,6 +15,8 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from lbproxy.config.text import encodable
+
 VERSION: Final = 2
 """To be increased with each change of what is told. Replicas of another version are not understood."""
 MAX_BATCH_BYTES: Final = 4 << 20
@@ -28,15 +30,17 @@ MAX_FLOWS: Final = 4096
 MAX_NAME_CHARS: Final = 1024
 MAX_SIZE: Final = 1 << 32
 """Of any count of bytes or tokens."""
+MAX_AMOUNT: Final = 1e18
 MAX_AGE_MS: Final = 1e10
 """Older events are told as if they were this old."""
 
 Name: TypeAlias = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
-Url: TypeAlias = Annotated[str, Meta(max_length=2048)]
+Url: TypeAlias = Annotated[str, Meta(max_length=8192)]
+"""Longer than any string of the settings."""
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 53)]
 Size: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_SIZE)]
 Ms: TypeAlias = Annotated[float, Meta(ge=0.0, le=MAX_AGE_MS)]
-Amount: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e18)]
+Amount: TypeAlias = Annotated[float, Meta(ge=0.0, le=MAX_AMOUNT)]
 Keys: TypeAlias = Annotated[bytes, Meta(max_length=KEY_BYTES * MAX_KEYS)]
 
 
@@ -140,8 +144,11 @@ _decode: Final = msgspec.msgpack.Decoder(Batch).decode
 
 
 def encode(batch: Batch) -> bytes:
-    """A batch as bytes."""
-    return bytes((VERSION,)) + _encode(batch)
+    """A batch as bytes. No text or number that a client or an endpoint sent is in the way of all others."""
+    try:
+        return bytes((VERSION,)) + _encode(batch)
+    except (UnicodeError, OverflowError):
+        return bytes((VERSION,)) + _encode(encodable(batch))
 
 
 def decode(data: bytes) -> Batch:

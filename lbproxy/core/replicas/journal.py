@@ -12,12 +12,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
+from lbproxy.config.text import encodable
 from lbproxy.core.endpoints.endpoint_set import EndpointSet
 from lbproxy.core.queue.flows import Flows
 from lbproxy.core.queue.stored_responses import StoredResponse
 from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.replicas.batches import (
     MAX_AGE_MS,
+    MAX_AMOUNT,
     MAX_FLOWS,
     MAX_NAME_CHARS,
     MAX_SIZE,
@@ -182,6 +184,7 @@ class Journal:
             before = self._told.get(flow.name)
             if before is None or before.active != flow.active or before.admitted != flow.admitted:
                 requests, tokens = flow.used(now)
+                requests, tokens = (min(max(0.0, one), MAX_AMOUNT) for one in (requests, tokens))
                 changed[flow.name] = use = FlowUse(flow.active, flow.admitted, requests, tokens)
                 self._told[flow.name] = use
         return changed
@@ -222,6 +225,8 @@ class _Writer:
         return pack_keys(keys)
 
     def _name(self, name: str) -> str:
+        if not name.isascii():
+            name = encodable(name)
         name = name[:MAX_NAME_CHARS]
         self._keys += len(name) // 2
         return name

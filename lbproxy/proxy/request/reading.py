@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple, TypeAlias
 
+from lbproxy.config.text import encodable
 from lbproxy.config.tree import Settings
 from lbproxy.core.endpoints.endpoint import Endpoint
 from lbproxy.core.observed.record import RequestRecord
@@ -238,7 +239,7 @@ def _storage(request: ClientRequest, fields: Mapping[str, object]) -> tuple[str 
     named = stored_response(request.target.partition("?")[0])
     if named is None and "previous_response_id" in fields:
         before = fields["previous_response_id"]
-        named = before if isinstance(before, str) and 0 < len(before) <= MAX_ID_CHARS else None
+        named = _name(before, MAX_ID_CHARS)
     store = fields.get("store")
     is_new = request.method == "POST" and request.route.flatten is not None
     return named, is_new and (store is True or (store is not False and not request.route.is_common))
@@ -254,8 +255,17 @@ def _is_splittable(request: ClientRequest, fields: Mapping[str, object]) -> bool
 
 def _cache_key(fields: Mapping[str, object]) -> str | None:
     """OpenAI's name for requests that share a prompt: used like a session, if the client names none."""
-    key = fields.get("prompt_cache_key")
-    return key if isinstance(key, str) and 0 < len(key) <= MAX_SESSION_BYTES else None
+    return _name(fields.get("prompt_cache_key"), MAX_SESSION_BYTES)
+
+
+def _name(value: object, most_chars: int) -> str | None:
+    """A name that a body gives something; None if it is none. Names are told other processes and written down, where
+    lone surrogates cannot be: as escapes, names that differ still do.
+    """
+    if not isinstance(value, str) or not 0 < len(value) <= most_chars:
+        return None
+    name: str = encodable(value)
+    return name
 
 
 def has_json(request: ClientRequest) -> bool:

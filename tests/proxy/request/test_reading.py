@@ -54,3 +54,30 @@ def test_a_prompt_counts_with_the_bytes_that_are_omitted_from_its_outline(share:
     request = placed(json.dumps({"model": "m", "prompt": prompt}).encode())
     assert request.prompt_bytes == pytest.approx(len(prompt), rel=0.01)
     assert request.block_keys
+
+
+@pytest.mark.parametrize("name", ["prompt_cache_key", "previous_response_id"])
+def test_names_that_a_body_gives_can_be_told_and_written_down(name: str) -> None:
+    """Python's json accepts lone surrogates, no encoder does; names that differ still do."""
+    path, found = "/v1/responses", []
+    for value in ("\ud800", "\ud801", "\udfff\0"):
+        body = json.dumps({"model": "m", "input": "x", name: value}).encode()
+        request = placed_at_once(path, body)
+        found.append(request.session if name == "prompt_cache_key" else request.response_id)
+    assert len({str(one).encode() for one in found}) == 3
+
+
+def placed_at_once(path: str, body: bytes) -> InferenceRequest:
+    """What is placed for a small body."""
+
+    async def main() -> InferenceRequest:
+        pool = Pool(make_balancer(policy="adaptive"), [spec(1)])
+        try:
+            fields = read_request_fields([(b"Host", b"lb"), (b"Content-Type", b"application/json")])
+            request = ClientRequest("POST", path, find_route("POST", path), fields, body)
+            record = RequestRecord("r", "POST", path, "127.0.0.1", pool.runtime.now())
+            return Reading(settings_for([spec(1).base_url]), pool.runtime).interpret(request, record)[1]
+        finally:
+            pool.connections.close()
+
+    return run(main())
