@@ -6,20 +6,21 @@ Theory of operation. Received bytes go one of two ways, by the connection's stat
     state     event                                                                 next state
     FREE      a plain request (see proxy/request/plain.py), and the client reads    LANE
               anything else                                                         AIOHTTP
-    LANE      its response is out, and nothing was received meanwhile               FREE
-              its response is out, and received bytes are buffered                  DEFERRED
+    LANE or   its response is out, and nothing was received meanwhile               FREE
+    AIOHTTP   its response is out, and received bytes are buffered                  DEFERRED
+    AIOHTTP   its request switches to WebSocket                                     SWITCHED
     DEFERRED  in the next turn of the loop, they are processed like any others      FREE
-    AIOHTTP   aiohttp responded to exactly the bytes that it was given              FREE
-              its request switches to WebSocket                                     SWITCHED
 
-In SWITCHED all bytes belong to a WebSocket, until the end. In LANE and DEFERRED received bytes are buffered. AIOHTTP is
-left only if none of its bytes can be part of another request; if that is unknown, the connection stays with aiohttp,
-which can handle everything. aiohttp knows in every state whether the connection is closing (`_close`, `_force_close`).
+In SWITCHED all bytes belong to a WebSocket, until the end. In AIOHTTP, aiohttp is given one message, whose end the walk
+finds (proxy/request/walk.py), and as much of it as it takes. All other bytes are buffered, in each state, and from
+`MAX_BUFFERED_BYTES` on the connection is not read. A connection whose request was not read to its end is closed after
+the response. aiohttp knows in every state whether the connection is closing (`_close`, `_force_close`).
 Invariants:
 
 - One request runs at a time, and responses are sent in the order of the requests.
 - The front end writes responses, never aiohttp: `KEEP` and `CLOSE` tell aiohttp that the response is out.
 - When the connection is lost, its exchange releases the endpoint at once.
+- In a turn of the loop at most one request of a connection begins, and one read, or a part of it, is looked at.
 """
 
 from __future__ import annotations
@@ -50,12 +51,10 @@ WRITE_HIGH_WATER_BYTES = 64 << 10
 """Bytes that lbproxy holds for a client that does not read, before it stops reading from the endpoint."""
 MAX_HEAD_BYTES = 64 << 10
 """All lines of a head together."""
-HEADS_AT_ONCE = 16
-"""How many heads that arrive together are passed to aiohttp one by one."""
-_REFUSED_IN_FRAMING = b"\0"
+_REFUSED_BY_WALK = b"\0"
 MAX_BUFFERED_BYTES = 64 << 10
-"""Bytes of further requests that are buffered while one runs, before the client's connection is no longer read."""
-_BODILESS = (b"GET ", b"HEAD ")
+"""Bytes that are buffered while a request runs, before the client's connection is no longer read: with one read, of up
+to 256 KiB, it is the most that a client can make a connection hold besides a counted body."""
 
 
 class State(Enum):
@@ -63,7 +62,7 @@ class State(Enum):
 
     FREE = "free"
     LANE = "in the lane"
-    DEFERRED = "behind the lane"
+    DEFERRED = "behind a response"
     AIOHTTP = "in aiohttp"
     SWITCHED = "switched"
 
@@ -72,7 +71,7 @@ NEXT_STATES: Final = {
     State.FREE: frozenset({State.LANE, State.AIOHTTP}),
     State.LANE: frozenset({State.FREE, State.DEFERRED}),
     State.DEFERRED: frozenset({State.FREE}),
-    State.AIOHTTP: frozenset({State.FREE, State.SWITCHED}),
+    State.AIOHTTP: frozenset({State.FREE, State.DEFERRED, State.SWITCHED}),
     State.SWITCHED: frozenset(),
 }
 """The table above; tests compare every change with it."""
@@ -160,10 +159,10 @@ class ClientConnection(web.RequestHandler):
     """One client's connection. Made by `FrontEnd`."""
 
     __slots__ = (
+        "_at",
         "_buffered",
-        "_bytes_expected",
+        "_feeds_soon",
         "_front",
-        "_head_bytes",
         "_head_due",
         "_idle_since",
         "_linger",
@@ -193,15 +192,14 @@ class ClientConnection(web.RequestHandler):
         self.state = FREE
         """See the module."""
         self._buffered = b""
-        """Received bytes that are buffered."""
-        self._bytes_expected: int | None = None
-        """How many bytes are missing of the one request that aiohttp was given; None = unknown."""
+        """Received bytes, those from `_at` on are buffered: aiohttp was given the others."""
+        self._at = 0
+        self._feeds_soon = False
+        """`_feed_more` is called in the next turn of the loop."""
         self._walk = RequestWalk()
         """Over all that aiohttp gets."""
         self._head_due = True
         """A head has begun and is incomplete, or none has arrived yet."""
-        self._head_bytes = 0
-        """Bytes of the incomplete head."""
         self._nothing_received = True
         """The client has sent nothing yet."""
         self._idle_since = self._loop.time()
@@ -259,22 +257,19 @@ class ClientConnection(web.RequestHandler):
             plain = None if self.writing_paused else read_plain(data, self._front.max_plain_body_bytes)
             if plain is not None:
                 self._start(plain)
-                return
-            self.state = AIOHTTP
-            self._bytes_expected = 0 if data.startswith(_BODILESS) and data.find(b"\r\n\r\n") == len(data) - 4 else None
-        elif state is LANE or state is DEFERRED:
-            self._buffer(data)
-            return
+            else:
+                self.state = AIOHTTP
+                self._feed(data, 0)
         elif state is SWITCHED:
             if self.turn is not None:
                 self.turn.received(data)
-            return
-        else:
-            self._bytes_expected = None
-        self._feed(data)
-        self._watch_head(len(data))
-        if self.body_reader is not None:
-            self.read_from(self.body_reader)
+        elif not data:
+            super().data_received(data)  # aiohttp goes on with what it has
+        elif not self._close and not self._force_close:
+            if state is AIOHTTP and not self._buffered and self._takes_more:
+                self._feed(data, 0)
+            else:
+                self._buffer(data)
 
     def read_from(self, body: StreamReader) -> None:
         """The handler reads this body. If it is malformed, so that bytes follow it although it has no end, its reader
@@ -284,55 +279,119 @@ class ClientConnection(web.RequestHandler):
         if self._messages and not body.is_eof():
             body.set_exception(web.RequestPayloadError("the body is malformed"))
 
-    def _feed(self, data: bytes) -> None:
-        """Pass received bytes to aiohttp, head by head: an error in one request must not fail those before it, which it
-        would, as the parser returns either messages or an error. Bad chunk framing is replaced by bytes that every
-        parser refuses.
+    def _feed(self, data: bytes, at: int) -> None:
+        """Pass bytes to aiohttp, up to the end of its message; buffer the others. What the walk refuses is replaced by
+        bytes that every parser refuses.
         """
-        at = fed = heads = 0
-        while at < len(data):
-            try:
-                at = self._walk.step(data, at)
-            except ProtocolError as error:
-                data = data[: error.at] + _REFUSED_IN_FRAMING
-                break
-            if self._walk.head_ended and heads < HEADS_AT_ONCE:
-                super().data_received(data[fed:at])
-                fed, heads = at, heads + 1
-        super().data_received(data[fed:] if fed else data)
+        walk, requests, in_head = self._walk, self._request_count, self._walk.in_head
+        try:
+            end = walk.step(data, at)
+            piece = data[at:end]
+        except ProtocolError as error:
+            end, piece = len(data), data[at : error.at] + _REFUSED_BY_WALK
+        super().data_received(piece)
+        if end < len(data):
+            self._keep(data, end)
+            if not walk.at_boundary:
+                self._feed_soon()
+        self._watch_head()
+        if walk.head_bytes > MAX_HEAD_BYTES:
+            self._refuse_head(LbError(Outcome.HEAD_TOO_LARGE))
+        elif in_head and not walk.head_bytes and self._request_count == requests:
+            self._refuse_head(LbError(Outcome.BAD_REQUEST))  # aiohttp's parser sees no end of it
+        elif self.body_reader is not None:
+            self.read_from(self.body_reader)
 
-    def _watch_head(self, size: int) -> None:
-        """After bytes were passed to aiohttp: it waits for the rest of a head, unless it has a request."""
+    def _feed_soon(self) -> None:
+        if not self._feeds_soon:
+            self._feeds_soon = True
+            self._loop.call_soon(self._feed_more)
+
+    def _feed_more(self) -> None:
+        """Pass on what was buffered of the current message, if aiohttp reads it."""
+        self._feeds_soon = False
+        if self._buffered and self.state is AIOHTTP and self._takes_more:
+            self._feed(*self._take_buffered())
+            self._read_on()
+
+    @property
+    def _takes_more(self) -> bool:
+        """aiohttp waits for more of its message."""
+        return not (self._reading_paused or self._walk.at_boundary or self._close or self._force_close)
+
+    def _watch_head(self) -> None:
         self._nothing_received = False
-        # Its handler starts in a later turn: what it was given in between is not a head.
-        waiting = self._request_count == 0 or (self._waiter is not None and not self._waiter.done())
+        waiting = self._walk.head_bytes > 0
         if waiting and not self._head_due:
-            self._head_due = True
             self._front.deadlines.head_due(self)
         elif not waiting and self._head_due:
-            self._head_due = False
             self._front.deadlines.head_complete(self)
-        self._head_bytes = self._head_bytes + size if waiting else 0
-        if self._head_bytes > MAX_HEAD_BYTES:
-            self._front.refuse_unread(self, LbError(Outcome.HEAD_TOO_LARGE))
+        self._head_due = waiting
+
+    def _refuse_head(self, error: LbError) -> None:
+        if self.turn is None:
+            self._front.refuse_unread(self, error)
             self.linger()
 
     def head_is_late(self) -> None:
         """See deadlines.WatchedClient. A client that sent nothing gets no response."""
-        if self.turn is not None:
-            return
         if self._nothing_received:
             self.force_close()
         else:
-            self._front.refuse_unread(self, LbError(Outcome.BODY_TIMEOUT, "The request head did not arrive in time."))
-            self.linger()
+            self._refuse_head(LbError(Outcome.BODY_TIMEOUT, "The request head did not arrive in time."))
 
-    def switch(self, early: object) -> None:
-        """From now on received bytes belong to a WebSocket, and go to the turn. Those that aiohttp has already go to
-        `early`, a payload parser by its methods, within this call; aiohttp holds no more of them than it reads at once.
-        """
+    def switch(self) -> bytes:
+        """From now on received bytes belong to a WebSocket, and go to the turn. Returns those that came before."""
         self.state = SWITCHED
-        self.set_parser(early)  # type: ignore[arg-type] # any that has its methods
+        data, at = self._take_buffered()
+        self._read_on()
+        return data[at:]
+
+    # Buffered bytes
+
+    def _buffer(self, data: bytes) -> None:
+        self._keep(self._buffered[self._at :] + data, 0)
+
+    def _keep(self, data: bytes, at: int) -> None:
+        self._buffered, self._at = data, at
+        if len(data) - at > MAX_BUFFERED_BYTES:
+            self._pause_transport_reading()
+
+    def _take_buffered(self) -> tuple[bytes, int]:
+        """The buffered bytes, from the position on. `_read_on` follows, when it is known what is kept of them."""
+        buffered, at = self._buffered, self._at
+        self._buffered, self._at = b"", 0
+        return buffered, at
+
+    def _read_on(self) -> None:
+        if not (self._reading_paused or self._buffer_paused):
+            self._resume_transport_reading()
+
+    def _resume_transport_reading(self) -> None:
+        """See aiohttp's BaseProtocol: not while that much is buffered."""
+        if len(self._buffered) - self._at <= MAX_BUFFERED_BYTES:
+            super()._resume_transport_reading()
+
+    def _responded(self) -> None:
+        """A response is out, and the connection lives on: what is buffered begins the next request."""
+        self._idle_since = self._loop.time()
+        if self._buffered:
+            self.state = DEFERRED
+            self._loop.call_soon(self._process_buffered)  # not now: this may be in a callback of the request that ended
+        else:
+            self.state = FREE
+
+    def _process_buffered(self) -> None:
+        self.state = FREE
+        if self.transport is None or self._force_close or self._close:
+            return
+        data, at = self._take_buffered()
+        if at:  # it came with other requests: not the lane, which would copy what follows it once for each
+            self.state = AIOHTTP
+            self._feed(data, at)
+        else:
+            self.data_received(data)
+        self._read_on()
 
     # The fast lane
 
@@ -347,32 +406,16 @@ class ClientConnection(web.RequestHandler):
 
     def lane_ended(self, keep_alive: bool) -> None:
         """The plain request's response is out, as far as it will be."""
-        self.state = DEFERRED if self._buffered else FREE
         self._request_in_progress = False
         if self._handler_waiter is not None and not self._handler_waiter.done():
             self._handler_waiter.set_result(None)
         if not keep_alive or self._close or self._force_close:
+            self.state = FREE
             self._close = True
             self._loop.call_soon(self.linger)  # not now: a response that broke is about to be reset
             return
-        self._idle_since = self._loop.time()
+        self._responded()
         self._next_keepalive_close_time = self._idle_since + self._keepalive_timeout
-        if self._buffered:
-            self._loop.call_soon(self._process_buffered)  # not now: this may be in a callback of the request that ended
-
-    def _process_buffered(self) -> None:
-        buffered, self._buffered = self._buffered, b""
-        self.state = FREE
-        if self.transport is None or self._force_close:
-            return
-        if len(buffered) > MAX_BUFFERED_BYTES:
-            self.transport.resume_reading()
-        self.data_received(buffered)
-
-    def _buffer(self, data: bytes) -> None:
-        self._buffered += data
-        if len(self._buffered) > MAX_BUFFERED_BYTES and self.transport is not None:
-            self.transport.pause_reading()
 
     def _process_keepalive(self) -> None:
         """aiohttp's idle timer takes a connection with a busy lane for idle."""
@@ -392,6 +435,7 @@ class ClientConnection(web.RequestHandler):
             self.force_close()
             return
         self.transport = None
+        self._buffered = b""
         self.force_close()
         self._front.deadlines.head_complete(self)
         self._linger = Linger(transport, self, self._front.deadlines.stall_s)
@@ -411,20 +455,21 @@ class ClientConnection(web.RequestHandler):
     @property
     def busy(self) -> bool:
         """A request runs, or waits: aiohttp's loop is not waiting for one, or the lane is in use."""
-        return self._waiter is None or self.state is LANE or bool(self._messages)
+        return self._waiter is None or self.state is LANE or bool(self._messages or self._buffered)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the current request: its body, and what the client has not read of its response; 0 if none runs."""
-        if self.turn is None or self.transport is None:
-            return 0
-        return self.turn.held_bytes + self.transport.get_write_buffer_size()
+        """What it holds: the body of its request, bytes that were sent ahead, and what the client has not read."""
+        held = len(self._buffered) + (0 if self.turn is None else self.turn.held_bytes)
+        if self._linger is not None:
+            return held + self._linger.held_bytes
+        return held if self.transport is None else held + self.transport.get_write_buffer_size()
 
     def close_if_idle(self, for_s: float) -> None:
         """Close it if no request runs and none has begun to arrive for `for_s` seconds."""
         if self._linger is not None:
             self._linger.hurry()
-        elif not self.busy and not self._head_bytes and self._loop.time() - self._idle_since >= for_s:
+        elif not self.busy and not self._walk.head_bytes and self._loop.time() - self._idle_since >= for_s:
             self.force_close()
 
     def stop(self) -> None:
@@ -446,18 +491,25 @@ class ClientConnection(web.RequestHandler):
         if self._task_handler is not None and self.state is not LANE and self.state is not SWITCHED:
             self._task_handler.cancel()
 
+    def shed(self) -> None:
+        """Free what it holds, for lack of memory: its request is ended visibly, or its last response broken off."""
+        if self.turn is not None:
+            self.cut(Outcome.OVERLOADED)
+        elif self._linger is not None:
+            self._linger.abort()
+        elif self.transport is not None:
+            self.transport.abort()
+
     # aiohttp's side
 
     def aiohttp_responded(self) -> None:
-        """aiohttp's handler wrote a response after which the connection lives on."""
-        self._idle_since = self._loop.time()
-        if self._bytes_expected == 0 and self.request_is_read:
-            self.state = FREE
+        """aiohttp's handler wrote a response after which the connection lives on: `request_is_read`."""
+        self._responded()
 
     @property
     def request_is_read(self) -> bool:
         """All bytes of the current request were read: what comes next is another request."""
-        return self.request_body is None or self.request_body.is_eof()
+        return self._walk.at_boundary and (self.request_body is None or self.request_body.is_eof())
 
     async def drained(self) -> None:
         """Wait until the client has read earlier responses, so that those of pipelined requests cannot pile up here.
@@ -473,6 +525,8 @@ class ClientConnection(web.RequestHandler):
         """
         if self._reading_paused:
             super().resume_reading(resume_parser)
+            if self._buffered:
+                self._feed_soon()
 
     def handle_error(
         self,

@@ -73,6 +73,15 @@ class Linger(asyncio.Protocol):
         if self._half_closes:
             self._transport.close()
 
+    def abort(self) -> None:
+        """Close, and drop unsent bytes."""
+        self._transport.abort()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that the client's host has not taken yet, in this process."""
+        return self._transport.get_write_buffer_size()
+
     def hurry(self) -> None:
         """Shutdown: do not wait long for a client that has everything."""
         self._patience_s = min(HURRY_S, self._patience_s)

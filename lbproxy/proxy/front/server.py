@@ -241,12 +241,12 @@ class FrontEnd(web.Server):
                 client.turn.keep_alive = False
 
     def _end_largest(self) -> bool:
-        """For `Overload`: end the request that holds most memory."""
+        """For `Overload`: end the request that holds most memory, or the connection whose client does not read."""
         sizes = [(client.held_bytes, index) for index, client in enumerate(self._clients())]
         held, index = max(sizes, default=(0, 0))
         if not held:
             return False
-        self._clients()[index].cut(Outcome.OVERLOADED)
+        self._clients()[index].shed()
         return True
 
     def _clients(self) -> list[ClientConnection]:
@@ -296,7 +296,7 @@ class FrontEnd(web.Server):
             return CLOSE
         finally:
             turn.client_disconnected()  # unless it is finished
-        if reusable:
+        if reusable and client.request_is_read:
             client.aiohttp_responded()
             return KEEP
         client.linger()

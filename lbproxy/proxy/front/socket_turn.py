@@ -24,21 +24,6 @@ from lbproxy.proxy.sockets.socket_relay import SocketRelay
 Arguments = TypeVarTuple("Arguments")
 
 
-class _EarlyData:
-    """Takes from aiohttp the bytes that a client sent before the 101, as its payload parser."""
-
-    def __init__(self) -> None:
-        self.data = b""
-
-    def feed_data(self, data: bytes) -> tuple[bool, bytes]:
-        """Called once."""
-        self.data = data
-        return False, b""
-
-    def feed_eof(self) -> None:
-        """The connection is lost; the turn is told otherwise."""
-
-
 class SocketTurn(Turn):
     """One request for a WebSocket, until that is closed; the socket_relay.Owner of it. Any response other than a 101
     is relayed like the response to any request; the client's connection ends with it.
@@ -92,12 +77,11 @@ class SocketTurn(Turn):
         self._socket = end.relay = relay = SocketRelay(
             there, here, shared.runtime, record, shared.limits.silence_s, self
         )
-        early = _EarlyData()
-        client.switch(early)
+        early = client.switch()
         if end.early:
             relay.from_server(end.early)
-        if early.data:
-            relay.from_client(early.data)
+        if early:
+            relay.from_client(early)
 
     # The client
 

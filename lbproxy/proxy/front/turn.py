@@ -76,10 +76,11 @@ class Turn(Exchange):
         """End with a response of lbproxy itself, unless it is finished. `allow`: the methods that are allowed here."""
         if self.step is not FINISHED:
             self.record.status, self.record.outcome = status, Outcome.COMPLETED
+            keep_alive = self.keep_alive and self._client_connection.request_is_read
             fields = {"x-request-id": self.record.id} | ({} if allow is None else {"allow": allow})
-            response = json_response(status, body, fields, keep_alive=self.keep_alive, more=self.cors)
+            response = json_response(status, body, fields, keep_alive=keep_alive, more=self.cors)
             self._front.write(self._client_connection, self.record, response)
-            self.finish(self.keep_alive)
+            self.finish(keep_alive)
 
     def respond_to_preflight(self, cors: str) -> None:
         """End with a response to a preflight request, unless it is finished. `cors`: field lines, each with its

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lbproxy.net.connections.h1 import ProtocolError
-from lbproxy.proxy.request.walk import MAX_EXTENSION_BYTES, RequestWalk
-from tests.conformance.case import BODY, CHUNKED, GOOD, LINE, chunks, http
+from lbproxy.proxy.request.walk import DENSE_PIECE_BYTES, MAX_EMPTY_BYTES, MAX_EXTENSION_BYTES, PIECE_BYTES, RequestWalk
+from tests.conformance.case import CHUNKED, GOOD, chunks, http
 
 GET = b"GET /v1/models HTTP/1.1\r\nHost: lb\r\n\r\n"
 LOOKS_LIKE_HEADS = http(f"Content-Length: {3 * len(GET)}", body=3 * GET)
@@ -29,27 +29,54 @@ MESSAGES += [
 ]
 
 
-def heads_of(stream: bytes, cuts: list[int]) -> list[int]:
-    """Where the walk finds the ends of heads in a stream that is read in pieces."""
+def ends_in(stream: bytes, cuts: list[int]) -> list[int]:
+    """Where the walk finds the ends of messages in a stream that is read in pieces."""
     walk, found = RequestWalk(), []
     edges = [0, *sorted(cut % (len(stream) + 1) for cut in cuts), len(stream)]
     for start, end in itertools.pairwise(edges):
         piece, at = stream[start:end], 0
         while at < len(piece):
             at = walk.step(piece, at)
-            if walk.head_ended:
+            if walk.at_boundary:
                 found.append(start + at)
     return found
 
 
 @given(messages=st.lists(st.sampled_from(MESSAGES), max_size=6), cuts=st.lists(st.integers(0, 5000), max_size=40))
-def test_heads_are_found_however_reads_cut_them(messages: list[bytes], cuts: list[int]) -> None:
+def test_the_ends_of_messages_are_found_however_reads_cut_them(messages: list[bytes], cuts: list[int]) -> None:
     """A body that is taken for heads, or the other way round, would refuse good requests."""
-    ends, at = [], 0
-    for message in messages:
-        ends.append(at + message.index(b"\r\n\r\n") + 4)
-        at += len(message)
-    assert heads_of(b"".join(messages), cuts) == ends
+    assert ends_in(b"".join(messages), cuts) == list(itertools.accumulate(map(len, messages)))
+
+
+def test_a_step_of_a_body_of_tiny_chunks_is_a_small_piece() -> None:
+    """Of any other it is a large one: large bodies come in large reads."""
+    walk, tiny = RequestWalk(), http(CHUNKED, body=chunks(*[1] * 40_000, body=b"x" * 40_000))
+    steps, at = 0, 0
+    while not walk.at_boundary or not at:
+        end = walk.step(tiny, at)
+        assert end - at <= len(http(CHUNKED, body=b"")) + DENSE_PIECE_BYTES
+        steps, at = steps + 1, end
+        assert steps < len(tiny) // 1000, "and not a smaller one"
+    assert at == len(tiny)
+    large = http(CHUNKED, body=chunks(*[4000] * 60, body=b"x" * 240_000))
+    assert walk.step(large, 0) == len(http(CHUNKED, body=b"")) + PIECE_BYTES
+
+
+@pytest.mark.parametrize("line", [b"\r\n", b"\n", b"\r"])
+@pytest.mark.parametrize("size", [1, 3, 1 << 20])
+def test_empty_lines_are_skipped_up_to_a_limit_however_they_come(line: bytes, size: int) -> None:
+    """As heads, 2 MB of them were a million steps, each of which copied the rest."""
+    walk, fed = RequestWalk(), 0
+
+    def feed_all() -> None:
+        nonlocal fed
+        while fed < 2 << 20:
+            walk.step(line * size, 0)
+            fed += size * len(line)
+
+    with pytest.raises(ProtocolError):
+        feed_all()
+    assert fed <= MAX_EMPTY_BYTES
 
 
 @pytest.mark.parametrize(
@@ -66,15 +93,7 @@ def test_the_place_of_bad_framing_is_where_it_begins(good: bytes, bad: bytes) ->
     """All before it goes to aiohttp's parser, which must then be made to refuse exactly there."""
     walk = RequestWalk()
     stream = http(CHUNKED, body=good + bad)
-    at = walk.step(stream, 0)
     with pytest.raises(ProtocolError) as caught:
-        walk.step(stream, at)
+        walk.step(stream, 0)
     assert caught.value.at == len(stream) - len(bad)
     assert walk.step(GOOD, 0) == len(GOOD), "nothing is walked after that"
-
-
-def test_a_head_without_an_end_is_not_kept() -> None:
-    walk = RequestWalk()
-    for _ in range(100):
-        walk.step(LINE.encode() + b"x" * 4096 + BODY, 0)
-    assert len(walk._head) < 80_000
