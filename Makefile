@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 BUILT := build/compiled
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: run help test test-tools chaos soak test-real test-clients test-loadgens check format lint types collected lock clean compiled bench-dashboard bench-overhead profile bench-routing \
+.PHONY: run help test test-tools chaos soak hostile test-real test-clients test-loadgens check format lint types collected lock clean compiled bench-dashboard bench-overhead profile bench-routing \
         bench-routing-http bench-routing-real recording night wheels wheels-check wheels-test image-test sbom
 
 run: $(VENV)/.run
@@ -23,6 +23,7 @@ help:
 	@echo 'make test-clients        client libraries through lbproxy'
 	@echo 'make chaos               every fault, with its figures: ten minutes'
 	@echo 'make soak                half an hour of random faults'
+	@echo 'make hostile             an hour of hostile clients and servers beside friendly ones'
 	@echo 'make compiled            lbproxy as it is when installed, in build/compiled'
 	@echo 'make wheels              the wheels of a release, in dist'
 	@echo 'make bench-overhead      what a request costs, beside other proxies'
@@ -117,6 +118,10 @@ chaos: $(VENV)/.dev
 
 soak: $(VENV)/.dev
 	$(BIN)/python -m tests.chaos --soak
+
+# An hour; HOSTILE has other arguments, such as --table. With the hot path compiled, as users have it.
+hostile: $(BUILT)/.made
+	cd $(BUILT) && ../../$(BIN)/python -m tests.security.hostile $(or $(HOSTILE),--minutes 60)
 
 # The README's picture: `lbproxy demo --traffic` from begin to end, in the time that it takes.
 recording: $(VENV)/.dev
