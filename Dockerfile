@@ -38,8 +38,10 @@ RUN pip --python /opt/lbproxy/bin/python --disable-pip-version-check install --n
 
 FROM python:3.11-slim-bookworm
 COPY --from=build /opt/lbproxy /opt/lbproxy
-# Bytecode was written at the build, and the file system may be read-only.
+# Bytecode was written at the build, and the file system may be read-only. RUNTIME_DIRECTORY is where a token for changes by
+# the admin API is put, if a tmpfs is mounted there.
 ENV PATH=/opt/lbproxy/bin:$PATH \
+    RUNTIME_DIRECTORY=/run/lbproxy \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1
 # A number, so that Kubernetes' runAsNonRoot can tell; it needs no entry in /etc/passwd.

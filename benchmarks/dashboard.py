@@ -27,7 +27,7 @@ from PIL import Image
 from tests.support.browser import Page
 from tests.support.browser import page as browser_page
 from tests.support.fleet import MODEL, fleet
-from tests.support.process import lbproxy
+from tests.support.process import changing, lbproxy
 
 TURNS = 2
 REMEMBERED = 1000
@@ -122,7 +122,7 @@ async def run_pictures(url: str, admin: str, options: argparse.Namespace) -> Non
         await tab.until(READY)
         await asyncio.sleep(LOADED_S)
         name = f"gpu-{min(3, options.endpoints):03d}" if options.endpoints > 10 else "gpu-3"
-        await client.post(f"{admin}/admin/endpoints/{name}/drain", headers={"content-type": "application/json"})
+        await client.post(f"{admin}/admin/endpoints/{name}/drain", headers=changing(admin))
         await asyncio.sleep(3.0)
         await take(tab, options.pictures / f"dashboard-{options.endpoints}")
         for task in tasks:

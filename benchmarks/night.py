@@ -393,7 +393,8 @@ async def main() -> None:
         load = Load(fleet.url, MODEL, everyday(SEED, rate=RATE, duration_s=length_s))
         async with aiohttp.ClientSession() as http:
             # Only what goes wrong; it is printed at the end.
-            await http.put(f"{fleet.admin_url}/admin/log-level", json={"level": "warning"})
+            token = {"Authorization": f"Bearer {fleet.token}"}
+            await http.put(f"{fleet.admin_url}/admin/log-level", json={"level": "warning"}, headers=token)
             result = await Night(fleet, load, server, http).run()
         print(*fleet.lbproxy.lines, sep="\n")
     RESULT.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2) + b"\n")

@@ -28,6 +28,7 @@ from lbproxy.config.sections.clients import Address
 from lbproxy.config.text import ConfigError
 from lbproxy.config.tree import Settings
 from lbproxy.control.admin.api import Api
+from lbproxy.control.admin.made_token import MadeToken, folders
 from lbproxy.control.admin.server import Admin
 from lbproxy.control.admin.state import State
 from lbproxy.control.discovery.discovery import Discovery, warn_of_unverified
@@ -176,7 +177,8 @@ class Proxy:
             runtime, front, self.recent, settings=lambda: self.settings, origin=self.origin, loads=telemetry.loads
         )
         state.workers, state.replicas = self.plane.workers, self.replication
-        return Admin(runtime, front, telemetry, admin.token, Api(runtime, state, self.history, self))
+        state.made = MadeToken(folders(os.environ, self.settings.state.file))
+        return Admin(runtime, front, telemetry, admin.token, Api(runtime, state, self.history, self), state.made)
 
     def _running_records(self) -> Iterable[RequestRecord]:
         return self.plane.front.running_records()
@@ -199,8 +201,7 @@ class Proxy:
                 await self.endpoint_comes_up(SUCCESSOR_WAITS_S)
             listening = await self._listen(sockets)
             logger.info(_banner(self.settings, listening, self.plane.keys), extra={"event": "start"})
-            self.plane.warn_if_open()
-            warn_of_unverified(self.settings.endpoints)
+            self._warn()
             process.settle()
             on_ready(listening)
             self.notifier.ready(self.status())
@@ -359,9 +360,17 @@ class Proxy:
         discovery = await self.discovery.under(settings)
         self._adopt(settings, discovery)
         self.plane.adopt(settings, prepared)
-        self.plane.warn_if_open()
-        warn_of_unverified(settings.endpoints)
+        if self.admin is not None:
+            await self.admin.settle_token()
+        self._warn()
         return settings, list(fixed)
+
+    def _warn(self) -> None:
+        """Say in the log what an operator may not have meant."""
+        self.plane.warn_if_open()
+        warn_of_unverified(self.settings.endpoints)
+        if self.admin is not None:
+            self.admin.warn_if_fixed()
 
     def _adopt(self, settings: Settings, discovery: Discovery) -> None:
         """Swap everything, in one step."""

@@ -213,6 +213,10 @@ def _add_admin_commands(commands: Subparsers) -> None:
     undrain.add_argument("name", metavar="NAME")
     for name, what in (("sleep", "put an endpoint to sleep"), ("wake", "wake an endpoint that sleeps")):
         commands.add_parser(name, parents=[remote], help=what).add_argument("name", metavar="NAME")
+    what = "print a link to the dashboard, with the token for its buttons"
+    commands.add_parser("dashboard", parents=[remote], help=what)
+    what = "print the token that changes by the admin API need, for curl"
+    commands.add_parser("admin-token", parents=[remote], help=what)
     explain = commands.add_parser("explain", parents=[remote], help="explain why a request went where it went")
     explain.add_argument("id", metavar="ID", nargs="?", help="its x-request-id (default: the last that ended)")
     explain.add_argument("--json", action="store_true", help="the complete data, as JSON")
@@ -428,6 +432,10 @@ def _remote(args: argparse.Namespace) -> int:
                 return commands.undrain(client, console, args.name)
             case "sleep" | "wake":
                 return commands.set_awake(client, console, args.name, awake=args.command == "wake")
+            case "admin-token":
+                return commands.admin_token(client)
+            case "dashboard":
+                return commands.dashboard(client)
             case _:
                 return commands.explain(client, console, args.id, as_json=args.json)
     except AdminError as error:
@@ -445,7 +453,9 @@ _COMMANDS: dict[str | None, Callable[[argparse.Namespace], int]] = {
     "demo": _demo,
     "mock": _mock,
     "sim": _sim,
-    **dict.fromkeys(("status", "top", "drain", "undrain", "sleep", "wake", "explain"), _remote),
+    **dict.fromkeys(
+        ("status", "top", "drain", "undrain", "sleep", "wake", "explain", "admin-token", "dashboard"), _remote
+    ),
 }
 
 

@@ -73,6 +73,7 @@ ONLY_IN = {
 }
 READS_FILES = {
     *("control/admin/key_files.py", "control/admin/dashboard/page.py", "control/discovery/discovery.py"),
+    "control/admin/made_token.py",
     *("cli.py", "control/telemetry/memory.py", "control/saving/state_file.py", "settings_file.py"),
     "workers/shares.py",
 }

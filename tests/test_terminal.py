@@ -29,7 +29,7 @@ from lbproxy.terminal import commands
 from lbproxy.terminal.client import AdminClient, AdminError
 from lbproxy.terminal.tables import decisions, explanation, fleet, offer, replicas, summary, transitions
 from lbproxy.terminal.top import picture
-from tests.support.process import LBPROXY, lbproxy, mock
+from tests.support.process import LBPROXY, changing, lbproxy, mock
 
 
 def endpoint(name: str, **more: object) -> dict[str, Any]:
@@ -535,7 +535,7 @@ def test_top_is_live_and_survives_that_lbproxy_goes(tmp_path: Path) -> None:
         terminal("top", "--admin", admin) as shows,
     ):
         shows(r"gpu-1 +.*up")
-        httpx.post(f"{admin}/admin/endpoints/gpu-1/drain", headers={"content-type": "application/json"})
+        httpx.post(f"{admin}/admin/endpoints/gpu-1/drain", headers=changing(admin))
         shows(r"gpu-1 +.*drained")
         process.stop()
         shows("reconnecting")

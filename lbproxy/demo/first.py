@@ -7,13 +7,18 @@ With `--disaggregated` they are two prefill and two decode servers.
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 import sys
+import tempfile
 from functools import partial
 from typing import Final
+from urllib.parse import urlsplit
 
 from lbproxy import app
 from lbproxy.config.addresses import ADMIN
 from lbproxy.config.parse import parse
+from lbproxy.control.admin.made_token import FOLDER, dashboard_link, file_name, read_token
 from lbproxy.demo.taken import in_options
 from lbproxy.processes.control import Text
 from lbproxy.processes.supervisor import supervise, worker_count
@@ -37,6 +42,9 @@ async def run_demo(
     apart.
     """
     servers = {name: MockServer(_options(name)) for name in (APART if disaggregated else SERVERS)}
+    folder = tempfile.mkdtemp(prefix="lbproxy-demo-")
+    before = os.environ.get(FOLDER)
+    os.environ[FOLDER] = folder
     try:
         for server in servers.values():
             await server.start()
@@ -48,7 +56,7 @@ async def run_demo(
             f"listen: '{listen}'\nadmin: '{admin}'\nlog: {{access: false, level: warning}}\n{split}"
             f"drain: {{lame_duck: 0s}}\nworkers: {workers}\nendpoints:\n{endpoints}\n"
         )
-        invite = partial(_invite, disaggregated)
+        invite = partial(_invite, disaggregated, folder)
         settings = parse(text, environ={}, source="demo")
         try:
             if worker_count(settings) > 1:
@@ -60,6 +68,10 @@ async def run_demo(
     finally:
         for server in servers.values():
             await server.close()
+        os.environ.pop(FOLDER)
+        if before is not None:
+            os.environ[FOLDER] = before
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _options(name: str) -> MockOptions:
@@ -75,11 +87,15 @@ def _role(name: str) -> str:
     return f", role: {name.partition('-')[0]}, connector: {CONNECTOR}" if name in APART else ""
 
 
-def _invite(disaggregated: bool, at: app.Listening) -> None:
-    print(_invitation_apart(at) if disaggregated else _invitation(at), flush=True)  # noqa: T201
+def _invite(disaggregated: bool, folder: str, at: app.Listening) -> None:
+    """`folder`: that of the admin token."""
+    assert at.admin_url is not None
+    path = os.path.join(folder, file_name(urlsplit(at.admin_url).port or 0))
+    page = dashboard_link(at.admin_url, read_token(path))
+    print(_invitation_apart(at, page) if disaggregated else _invitation(at, page), flush=True)  # noqa: T201
 
 
-def _invitation_apart(at: app.Listening) -> str:
+def _invitation_apart(at: app.Listening, page: str) -> str:
     """The same, where prefill and decode are apart."""
     return f"""\
 lbproxy is at {at.url}, with simulated vLLM servers: 2 for prefill and 2 for decode. Ctrl-C stops it.
@@ -95,7 +111,7 @@ prompt is cached now. Then a short one:
     curl -s -o /dev/null -D - {at.url}/v1/completions -H 'Content-Type: application/json' \\
       -d '{{"model": "{MODEL}", "max_tokens": 20, "prompt": "Hello, who are you?"}}'
 
-Dashboard: {at.admin_url}/dashboard
+Dashboard: {page}
 Metrics: curl -s {at.admin_url}/metrics"""
 
 
@@ -114,7 +130,7 @@ def _commands(at: app.Listening) -> str:
     return "\n".join(f"    {program} {f'{one}{own}':{width + len(own)}}  # {what}" for one, what in commands.items())
 
 
-def _invitation(at: app.Listening) -> str:
+def _invitation(at: app.Listening, page: str) -> str:
     """What a first user pastes."""
     return f"""\
 lbproxy is at {at.url}, with {len(SERVERS)} simulated vLLM servers. Ctrl-C stops it. In another shell, try
@@ -131,7 +147,7 @@ or, with OpenAI's SDK (.venv/bin/python has it after `make test`; else pip insta
         model="{MODEL}", max_tokens=20, messages=[{{"role": "user", "content": "Hello, who are you?"}}])
     print(response.headers["x-lbproxy-endpoint"], "responded:", response.parse().choices[0].message.content)
 
-Dashboard: {at.admin_url}/dashboard
+Dashboard: {page}
 Metrics: curl -s {at.admin_url}/metrics
 The servers and lbproxy are one process; README.md shows how to kill a server. Commands for another shell:
 

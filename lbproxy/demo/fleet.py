@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 import signal
 import sys
@@ -21,6 +22,7 @@ from typing import Any, Self
 
 import aiohttp
 
+from lbproxy.control.admin.made_token import FOLDER, dashboard_link, read_token
 from lbproxy.demo.timeline import SLOWNESS, Act, Verb
 
 STARTS_S = 60.0
@@ -48,8 +50,8 @@ class Program:
         self._reading: asyncio.Task[None] | None = None
         """Done when its output has ended."""
 
-    async def start(self, arguments: Sequence[str], tasks: asyncio.TaskGroup) -> None:
-        """`lbproxy` with these arguments; its output is read in `tasks`."""
+    async def start(self, arguments: Sequence[str], tasks: asyncio.TaskGroup, folder: Path | None = None) -> None:
+        """`lbproxy` with these arguments; its output is read in `tasks`. `folder`: for its admin token."""
         self.lines.clear()
         self.process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "lbproxy.demo.leash", *arguments),
@@ -58,6 +60,7 @@ class Program:
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
             limit=1 << 20,
+            env=None if folder is None else {**os.environ, FOLDER: str(folder)},
         )
         self._reading = tasks.create_task(self._read(self.process))
 
@@ -121,7 +124,9 @@ class Fleet:
         self.names = tuple(names)
         self.doing: dict[str, Verb] = {}
         """What is being done to a server, and what it is then left like, if that is not as usual."""
-        self.url = self.admin_url = ""
+        self.url = self.admin_url = self.dashboard = ""
+        self.token = ""
+        """For changes by the admin API."""
         self.lbproxy = Program("lbproxy")
         self.servers = {name: Program(name) for name in names}
         self._mock = mock
@@ -146,9 +151,11 @@ class Fleet:
             )
             settings = folder / "cfg.yaml"
             settings.write_text(f"{self._settings}\nendpoints:\n{listing}")
-            await self.lbproxy.start(["--config", str(settings)], self._tasks)
+            await self.lbproxy.start(["--config", str(settings)], self._tasks, folder)
             match = await self.lbproxy.said(r"listens on (http://[^\s,]+), admin on (http://[^\s,;]+)")
             self.url, self.admin_url = match[1], match[2]
+            self.token = read_token((await self.state())["token_file"])
+            self.dashboard = dashboard_link(self.admin_url, self.token)
             await self._all_up()
         except BaseException:
             await self._stack.aclose()
@@ -238,6 +245,6 @@ class Fleet:
 
     async def _steer(self, name: str, what: str) -> Fields:
         url = f"{self.admin_url}/admin/endpoints/{name}/{what}"
-        async with self._http.post(url, headers={"Content-Type": "application/json"}) as answer:
+        async with self._http.post(url, headers={"Authorization": f"Bearer {self.token}"}) as answer:
             answer.raise_for_status()
             return dict(await answer.json())

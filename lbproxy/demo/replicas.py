@@ -20,6 +20,7 @@ from pathlib import Path
 
 import aiohttp
 
+from lbproxy.control.admin.made_token import dashboard_link, read_token
 from lbproxy.demo.fleet import POLL_S, STARTS_S, FleetError, Program
 from lbproxy.demo.taken import in_options
 from lbproxy.sim.mock.http import MockOptions, MockServer
@@ -73,6 +74,8 @@ class Replica:
     program: Program
     url: str = ""
     admin_url: str = ""
+    dashboard: str = ""
+    """With the token for its buttons."""
 
 
 @dataclass(slots=True)
@@ -140,7 +143,7 @@ async def _run(options: Options, store: str, say: Callable[[str], None]) -> None
         ):
             file = folder / f"{replica.program.name}.yaml"
             file.write_text(text)
-            await replica.program.start(["--config", str(file)], tasks)
+            await replica.program.start(["--config", str(file)], tasks, folder)
         await _all_ready(running.replicas)
         say(invitation(running))
         store_watch = tasks.create_task(_watch(running.store, say))
@@ -203,6 +206,7 @@ async def _is_ready(http: aiohttp.ClientSession, replica: Replica, others: int) 
             state = await response.json()
     except aiohttp.ClientError as error:
         raise FleetError(f"{replica.program.name}: {error}") from None
+    replica.dashboard = dashboard_link(replica.admin_url, read_token(state["token_file"]))
     up = all(one["health"] == "up" and one["models"] for one in state["endpoints"])
     return up and len(state["replicas"]["others"]) == others
 
@@ -224,8 +228,7 @@ def invitation(running: Running) -> str:
     one, two = first.program.name, last.program.name
     count = len(running.replicas)
     table = "\n".join(
-        f"    {it.program.name}  {it.url}  dashboard {it.admin_url}/dashboard  pid {it.program.pid}"
-        for it in running.replicas
+        f"    {it.program.name}  {it.url}  dashboard {it.dashboard}  pid {it.program.pid}" for it in running.replicas
     )
     return f"""\
 {count} lbproxies before {SERVERS} simulated vLLM servers tell each other over {store.name} what they placed:

@@ -103,7 +103,8 @@ def _heading(view: View) -> list[RenderableType]:
     head = Table.grid(expand=True)
     head.add_column()
     head.add_column(justify="right")
-    left = Text.assemble(("lbproxy demo --traffic", "bold"), ("   dashboard ", "dim"), (view.dashboard, "cyan"))
+    dashboard = view.dashboard.partition("#")[0]  # the buttons' token does not fit here
+    left = Text.assemble(("lbproxy demo --traffic", "bold"), ("   dashboard ", "dim"), (dashboard, "cyan"))
     head.add_row(left, Text(f"{clock(view.elapsed_s)} of {clock(view.timeline.ends_s)}", style="bold"))
     says = Text(f"▶ {steps[now].says}", style="bold yellow" if now else "bold green", no_wrap=True)
     if over:

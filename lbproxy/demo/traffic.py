@@ -164,7 +164,7 @@ def view(state: Fields, fleet: Fleet, load: Load, timeline: Timeline) -> View:
         tuple(phases),
         of_all(load.seen),
         load.running,
-        f"{fleet.admin_url}/dashboard",
+        fleet.dashboard,
         fleet.url,
     )
 

@@ -1,18 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A running lbproxy's admin API, as the command line's commands use it."""
+"""A running lbproxy's admin API, as the command line's commands use it.
+
+Without a token from its user, a change is sent with the one that lbproxy made (control/admin/made_token.py): only to a
+listener on this machine, which named a file that is its own by the port in its name, and that is ours to read.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from ipaddress import ip_address
 from typing import Any, TypeAlias
 from urllib.parse import quote
 
 import httpx
 
+from lbproxy.control.admin.made_token import file_name, read_token
+
 TIMEOUT_S = 10.0
 """Also between two events, which come once a second."""
+
+_PORTS = {"http": 80, "https": 443}
 
 Fields: TypeAlias = dict[str, Any]
 """A JSON object."""
@@ -28,6 +38,7 @@ class AdminClient:
     def __init__(self, url: str, token: str | None = None) -> None:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self.url = url
+        self._given = token or None
         unix = url.startswith("unix:")
         transport = httpx.HTTPTransport(uds=url.removeprefix("unix:")) if unix else None
         base = "http://localhost" if unix else url
@@ -51,12 +62,35 @@ class AdminClient:
         """Do what is there."""
         return self._ask("POST", path)
 
+    def token(self) -> str | None:
+        """What changes need: the given token, or the one that lbproxy made; None if it made none."""
+        if self._given is not None:
+            return self._given
+        with self._mapped(), self._client.stream("GET", _path(("state",))) as answer:
+            is_own = _is_own(answer)  # its connection may be gone once it is read
+            answer.read()
+            path = self._read(answer).get("token_file")
+        if path is None:
+            return None
+        name, url = file_name(self._client.base_url.port or _PORTS[self._client.base_url.scheme]), self.url
+        if not is_own:
+            raise AdminError(f"{url} is on another machine: set the token that is there in LBPROXY_ADMIN_TOKEN")
+        if not isinstance(path, str) or not os.path.isabs(path) or os.path.basename(path) != name:
+            raise AdminError(f"{url} names no file {name} as that of its token: set the token in LBPROXY_ADMIN_TOKEN")
+        try:
+            return read_token(path)
+        except OSError as error:
+            text = f"the admin token cannot be read from {path} ({error.strerror or error}): run this as lbproxy's user"
+            raise AdminError(text) from None
+
     def _ask(self, method: str, path: tuple[str, ...]) -> Fields:
+        headers: dict[str, str] = {}
+        if method == "POST":
+            headers = {"Content-Type": "application/json"}
+            if self._given is None and (token := self.token()) is not None:
+                headers["Authorization"] = f"Bearer {token}"
         with self._mapped():
-            answer = self._client.request(
-                method, _path(path), headers={"Content-Type": "application/json"} if method == "POST" else {}
-            )
-            return self._read(answer)
+            return self._read(self._client.request(method, _path(path), headers=headers))
 
     def events(self) -> Iterator[Fields]:
         """The state, once a second, until the connection breaks."""
@@ -98,6 +132,15 @@ class AdminClient:
             hint = " `lbproxy status` lists them."
         problems = [f"\n  {one}" for one in error.get("problems") or ()]
         raise AdminError(f"{error.get('message')}{hint}{''.join(problems)}")
+
+
+def _is_own(answer: httpx.Response) -> bool:
+    """Whether it came from this machine."""
+    stream = answer.extensions.get("network_stream")
+    peer, own = (None if stream is None else stream.get_extra_info(name) for name in ("server_addr", "client_addr"))
+    if not (isinstance(peer, tuple) and isinstance(own, tuple)):
+        return False
+    return bool(peer[0] == own[0] or ip_address(peer[0].partition("%")[0]).is_loopback)
 
 
 def _path(segments: tuple[str, ...]) -> str:

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lbproxy status`, `drain`, `undrain` and `explain`. Each returns the exit code; AdminError is for the caller."""
+"""`lbproxy status`, `drain`, `explain` and their like. Each returns the exit code; AdminError is for the caller."""
 
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 
+from lbproxy.control.admin.made_token import dashboard_link
 from lbproxy.terminal.client import AdminClient, AdminError, Fields
 from lbproxy.terminal.tables import LEGEND, explanation, fleet, offer, plain, replicas, summary, workers
 
 POLL_S = 0.25
+_NONE_NEEDED = "it listens on a Unix socket, which needs none, or found no folder for one (as its log says)"
 
 
 def status(client: AdminClient, console: Console, *, as_json: bool, legend: bool = False) -> int:
@@ -114,4 +117,24 @@ def undrain(client: AdminClient, console: Console, name: str) -> int:
     """Give it requests again."""
     client.post("endpoints", name, "undrain")
     console.print(f"{plain(name)} takes requests again", markup=False)
+    return 0
+
+
+def admin_token(client: AdminClient) -> int:
+    """Print what `curl` needs for a change, and nothing else."""
+    token = client.token()
+    if token is None:
+        raise AdminError(f"{client.url} has no token of its own: {_NONE_NEEDED}")
+    sys.stdout.write(f"{token}\n")
+    return 0
+
+
+def dashboard(client: AdminClient) -> int:
+    """Print where the dashboard is, with the token for its buttons if there is one."""
+    if client.url.startswith("unix:"):
+        raise AdminError("a browser cannot open a Unix socket: give `admin` a port, or forward one to it")
+    token = client.token()
+    sys.stdout.write(dashboard_link(client.url.rstrip("/"), token) + "\n")
+    if token is None:
+        sys.stderr.write(f"its buttons change nothing: {_NONE_NEEDED}\n")
     return 0

@@ -100,6 +100,11 @@ async def scraped(r: Rig) -> AsyncIterator[Scraper]:
         yield scraper
 
 
+ADMIN_TOKEN = "correct-horse-battery-staple"
+"""What changes need on every listener of `admin_site`."""
+BEARER = {"Authorization": f"Bearer {ADMIN_TOKEN}"}
+
+
 class HasAdmin(Protocol):
     admin: Admin
 
@@ -113,6 +118,7 @@ async def admin_site(make: Callable[[Rig], S]) -> AsyncIterator[tuple[S, httpx.A
     specs = [EndpointSpec(name=f"e{n}", base_url=f"http://10.0.0.{n}:8000") for n in (1, 2)]
     async with rig(*specs) as pool:
         made = make(pool)
+        made.admin.access.made.text, made.admin.access.made.path = ADMIN_TOKEN, "/nowhere"
         port = await made.admin.start("127.0.0.1", 0)
         assert port == made.admin.port > 0
         try:

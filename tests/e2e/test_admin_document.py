@@ -15,7 +15,7 @@ import httpx
 import jsonschema
 import pytest
 
-from tests.support.process import Process, lbproxy, mock
+from tests.support.process import Process, changing, lbproxy, mock
 
 CONFIG = Path(__file__).with_name("schemathesis.toml")
 SPARES = [f"{{url: 'http://127.0.0.1:{n}', name: spare-{n}}}" for n in (1, 2, 3)]
@@ -25,8 +25,8 @@ SPARES = [f"{{url: 'http://127.0.0.1:{n}', name: spare-{n}}}" for n in (1, 2, 3)
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[tuple[Process, str]]:
     """lbproxy that has served requests and has a past; the URL of its admin listener."""
-    with mock("--speed", "20", "--sleep-mode") as (_, one), mock("--speed", "20") as (_, two):
-        named = [f"{{url: '{one}', name: gpu-1, wake: true}}", f"{{url: '{two}', name: gpu-2}}", *SPARES]
+    with mock("--speed", "20", "--sleep-mode") as (_, one), mock("--speed", "20", "--sleep-mode") as (_, two):
+        named = [f"{{url: '{one}', name: gpu-1, wake: true}}", f"{{url: '{two}', name: gpu-2, wake: true}}", *SPARES]
         with lbproxy(tmp_path, named) as (process, url, admin):
             for n in range(4):
                 body = {"model": "sim" if n else "no-such-model", "prompt": "x", "max_tokens": 2, "stream": True}
@@ -60,7 +60,9 @@ def test_no_call_brings_out_a_5xx_or_an_answer_that_is_not_declared(site: tuple[
     document = document_of(admin)
     (tmp_path / "openapi.json").write_text(json.dumps(document))
     command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(CONFIG), "run", "openapi.json"]
+    token = changing(admin)["authorization"]
     options = ["--url", admin, "--no-color", "--report", "json", "--report-json-path", "report.json"]
+    options += ["--header", f"Authorization: {token}"]
     ran = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     report = json.loads((tmp_path / "report.json").read_text())

@@ -15,10 +15,11 @@ import pytest
 from aiohttp import web
 
 from lbproxy.control.admin.dashboard.page import Dashboard
+from lbproxy.control.admin.made_token import dashboard_link
 from tests.support.aio import run
 from tests.support.browser import needs_browser, page
 from tests.support.fleet import MODEL, fleet
-from tests.support.process import Process, lbproxy
+from tests.support.process import Process, changing, lbproxy
 
 pytestmark = [needs_browser, pytest.mark.timeout(300)]
 
@@ -38,6 +39,11 @@ def servers() -> Iterator[list[str]]:
 
 def named(urls: list[str]) -> list[str]:
     return [f"{{url: '{url}', name: gpu-{n}}}" for n, url in enumerate(urls, 1)]
+
+
+def link(admin: str) -> str:
+    """What `lbproxy dashboard` prints."""
+    return dashboard_link(admin, changing(admin)["authorization"].removeprefix("Bearer "))
 
 
 def state_is(name: str, state: str) -> str:
@@ -66,7 +72,7 @@ def test_it_shows_the_fleet_and_keeps_up_with_it(servers: list[str], tmp_path: P
                 for name in ("gpu-1", "gpu-2", "gpu-3"):
                     await tab.until(state_is(name, "up"))
                 assert await tab.js("document.getElementById('up').textContent") == "3 of 3"
-                await client.post(f"{admin}/admin/endpoints/gpu-2/drain", headers=JSON)
+                await client.post(f"{admin}/admin/endpoints/gpu-2/drain", headers=changing(admin))
                 took_ms = await tab.js(f"""new Promise((done) => {{
                     const began = performance.now();
                     const watch = setInterval(() => {{
@@ -187,8 +193,9 @@ def test_endpoints_are_drained_by_keyboard_and_not_the_last_by_mistake(servers: 
     async def main() -> None:
         with lbproxy(tmp_path, named(servers[:2])) as (_, _, admin):
             async with page() as tab, httpx.AsyncClient() as client:
-                await tab.visit(f"{admin}/dashboard")
+                await tab.visit(link(admin))
                 await tab.until(f"{LIVE} && {state_is('gpu-1', 'up')} && {state_is('gpu-2', 'up')}")
+                assert await tab.js("location.href") == f"{admin}/dashboard", "no token for who looks over a shoulder"
                 await tab.js("document.querySelector('#endpoints tbody button').focus()")
                 label = "document.activeElement.getAttribute('aria-label')"
                 assert await tab.js(label) == "Drain gpu-1"
@@ -211,6 +218,31 @@ def test_endpoints_are_drained_by_keyboard_and_not_the_last_by_mistake(servers: 
                 await tab.until(state_is("gpu-1", "up"))
                 assert not await drained(client, admin, "gpu-1")
                 assert tab.complaints == []
+
+    run(main(), timeout_s=240)
+
+
+def test_the_made_token_is_asked_for_by_the_buttons_alone(servers: list[str], tmp_path: Path) -> None:
+    """Looking needs none; a link brings one to a page that is open already."""
+
+    async def main() -> None:
+        with lbproxy(tmp_path, named(servers[:2])) as (_, _, admin):
+            async with page() as tab, httpx.AsyncClient() as client:
+                await tab.visit(f"{admin}/dashboard#token=short")
+                await tab.until(f"{LIVE} && {state_is('gpu-1', 'up')}")
+                await tab.js(f"{ROW.format('gpu-1')}.querySelector('button').click()")
+                await tab.until("document.getElementById('token').open")
+                why = await tab.js("document.getElementById('token-why').textContent")
+                assert "`lbproxy admin-token` prints" in why
+                await tab.press("Escape", 27)
+                message = "document.getElementById('message').textContent"
+                await tab.until(f"{message}.includes('`lbproxy admin-token` prints it')")
+                assert not await drained(client, admin, "gpu-1")
+                await tab.js(f"location.hash = {link(admin).partition('#')[2]!r}")
+                await tab.until("location.hash === ''")
+                await tab.js(f"{ROW.format('gpu-1')}.querySelector('button').click()")
+                await tab.until(state_is("gpu-1", "drained"))
+                assert await tab.js("document.cookie.length + localStorage.length") == 0
 
     run(main(), timeout_s=240)
 

@@ -41,7 +41,7 @@ from tests.support.aio import run, until
 from tests.support.docs import DOCS, PAGES, ROOT, Block, all_blocks, blocks, expect_generated, table
 from tests.support.otlp import Collector
 from tests.support.ports import free_port
-from tests.support.process import Process, lbproxy, mock
+from tests.support.process import Process, changing, lbproxy, mock
 from tests.support.saved import write_state
 from tests.support.workers import one_process
 
@@ -130,10 +130,10 @@ def demo() -> Iterator[tuple[str, str]]:
 @pytest.mark.parametrize("block", DEMO, ids=str)
 def test_commands_run(block: Block, demo: tuple[str, str], tmp_path: Path) -> None:
     text = block.text.replace(LISTEN, demo[0]).replace(ADMIN, demo[1])
-    assert '"error"' not in printed(block.language, text, tmp_path)
+    assert '"error"' not in printed(block.language, text, tmp_path, LBPROXY_ADMIN=demo[1])
 
 
-def printed(language: str, text: str, folder: Path) -> str:
+def printed(language: str, text: str, folder: Path, **environ: str) -> str:
     """What a command prints; it must end well."""
     shell = ["bash", "-euo", "pipefail", "-c", text]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -142,7 +142,7 @@ def printed(language: str, text: str, folder: Path) -> str:
         capture_output=True,
         text=True,
         cwd=folder,
-        env={**os.environ, "PATH": path},
+        env={**os.environ, **environ, "PATH": path},
         timeout=60,
         check=False,
     )
@@ -289,7 +289,7 @@ def test_log_lines_have_the_keys_of_live_ones(tmp_path: Path) -> None:
         with lbproxy(tmp_path, endpoints, f"lora_management: true\n{state}") as (process, listen, admin):
             process.wait_for('"event":"scrape"')
             process.wait_for('"event":"transition"')
-            httpx.put(f"{admin}/admin/log-level", json={"level": "info"})
+            httpx.put(f"{admin}/admin/log-level", json={"level": "info"}, headers=changing(admin))
             for model in ("m", "nope"):
                 httpx.post(f"{listen}/v1/completions", json={"model": model, "prompt": "x", "max_tokens": 1})
             httpx.post(f"{listen}/v1/load_lora_adapter", json={"lora_name": "sql", "lora_path": "/sql"})

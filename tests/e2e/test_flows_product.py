@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from tests.support.process import lbproxy, mock
+from tests.support.process import changing, lbproxy, mock
 
 SETTINGS = """
 auth: {keys: [{name: team-a, key: sk-aaaaaaaaaaaaaaaaaaaa}, {name: team-b, key: sk-bbbbbbbbbbbbbbbbbbbb}]}
@@ -31,7 +31,7 @@ def key(name: str) -> str:
 def test_flows_of_keys_from_the_client_to_the_dashboard(tmp_path: Path) -> None:
     with mock("--model", "m") as (_, url), lbproxy(tmp_path, [url], SETTINGS) as (process, listen, admin):
         process.wait_for("serves m")
-        httpx.put(f"{admin}/admin/log-level", json={"level": "info"})
+        httpx.put(f"{admin}/admin/log-level", json={"level": "info"}, headers=changing(admin))
         client = openai.OpenAI(base_url=f"{listen}/v1", api_key=key("b"), max_retries=0)
         for _ in range(2):
             assert client.completions.create(model="m", prompt="x", max_tokens=1).choices

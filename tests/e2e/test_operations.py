@@ -36,7 +36,7 @@ from tests.support.endpoint import (
     event,
 )
 from tests.support.load import load
-from tests.support.process import LBPROXY, Process, lbproxy, lbproxy_beside, mock
+from tests.support.process import LBPROXY, Process, changing, lbproxy, lbproxy_beside, mock
 from tests.support.workers import one_process, with_workers
 
 MODELS = answer(b'{"object":"list","data":[{"id":"m","object":"model"}]}')
@@ -207,7 +207,7 @@ def test_restarts_are_not_noticed(fleet: list[str], tmp_path: Path) -> None:
 
     def drain_second(admin: str) -> None:
         name = httpx.get(f"{admin}/admin/state").json()["endpoints"][1]["name"]
-        assert httpx.post(f"{admin}/admin/endpoints/{name}/drain", json={}).status_code == 200
+        assert httpx.post(f"{admin}/admin/endpoints/{name}/drain", headers=changing(admin)).status_code == 200
 
     async def main(process: Process, url: str, admin: str) -> None:
         pid = process.process.pid

@@ -42,7 +42,7 @@ def wait_until_ended(pids: list[int]) -> None:
 def test_one_is_killed_and_the_other_responds(number: int) -> None:
     with Process("demo", "--replicas", "2", "--listen", ANY, "--admin", ANY) as demo:
         demo.wait_for(r"lbproxy status --admin \S+\n[\s\S]*lbproxy status --admin \S+\n", within_s=90)
-        found = re.findall(r"lb-\d  (http://\S+)  dashboard (http://\S+)/dashboard  pid (\d+)", demo.output)
+        found = re.findall(r"lb-\d  (http://\S+)  dashboard (http://\S+)/dashboard#token=\S+  pid (\d+)", demo.output)
         (store,) = re.findall(r"(?:redis|valkey)-server  redis://\S+  pid (\d+)", demo.output)
         (first, first_admin, first_pid), (second, second_admin, second_pid) = found
         for url in (first, second):

@@ -25,7 +25,7 @@ import pytest
 from lbproxy.sim.mock.http import MockServer
 from lbproxy.sim.mock.mock_options import MockOptions
 from tests.support.aio import run, until
-from tests.support.process import Process, lbproxy_beside
+from tests.support.process import Process, changing, lbproxy_beside
 
 WAKE_S = 0.6
 SLEEP_S = 0.1
@@ -290,7 +290,7 @@ def test_commands_wake_and_put_to_sleep(tmp_path: Path) -> None:
         async with fleet(tmp_path, options("m")) as it, httpx.AsyncClient() as http:
             name = it.servers[0].url[7:]
             await it.become("asleep")
-            json = {"content-type": "application/json"}
+            json = changing(it.admin)
             answer = await http.post(f"{it.admin}/admin/endpoints/{name}/wake", headers=json)
             assert answer.status_code == 200, answer.text
             await it.become("awake")

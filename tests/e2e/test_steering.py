@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.aio import run
 from tests.support.aio import until as wait_until
-from tests.support.process import Process, lbproxy, mock
+from tests.support.process import Process, changing, lbproxy, mock
 
 JSON = {"content-type": "application/json"}
 
@@ -100,7 +100,7 @@ def test_a_drain_ends_when_its_requests_have(fleet: list[str], tmp_path: Path) -
                 ) as answer:
                     running = (await client.get(f"{admin}/admin/decisions/long")).json()
                     assert (running["running"], running["outcome"]) == (True, None)
-                    drained = await client.post(f"{admin}/admin/endpoints/gpu-2/drain", headers=JSON)
+                    drained = await client.post(f"{admin}/admin/endpoints/gpu-2/drain", headers=changing(admin))
                     assert drained.json()["in_flight"] == 1
                     assert drained.json()["drained"] is False
                     refused = await client.post(f"{url}/v1/completions", json=body)
@@ -110,7 +110,7 @@ def test_a_drain_ends_when_its_requests_have(fleet: list[str], tmp_path: Path) -
 
         run(main())
         until(admin, "/admin/endpoints/gpu-2", lambda one: one["in_flight"] == 0)
-        again = httpx.post(f"{admin}/admin/endpoints/gpu-2/drain", headers=JSON).json()
+        again = httpx.post(f"{admin}/admin/endpoints/gpu-2/drain", headers=changing(admin)).json()
         assert again == {
             "name": "gpu-2",
             "draining": True,
@@ -119,7 +119,7 @@ def test_a_drain_ends_when_its_requests_have(fleet: list[str], tmp_path: Path) -
             "awaiting_first_byte": 0,
             "drained": True,
         }
-        assert httpx.post(f"{admin}/admin/endpoints/gpu-2/undrain", headers=JSON).json()["draining"] is False
+        assert httpx.post(f"{admin}/admin/endpoints/gpu-2/undrain", headers=changing(admin)).json()["draining"] is False
         assert ask(url, "after").status_code == 200
         assert kinds(process) == ["endpoint gpu-2 is draining", "endpoint gpu-2 takes requests again"]
 
@@ -131,28 +131,34 @@ def test_endpoints_come_and_go_and_a_reload_knows_which_to_keep(fleet: list[str]
             listed = httpx.get(f"{admin}/admin/endpoints").json()["endpoints"]
             return {one["name"]: one["from"] for one in listed}
 
-        refused = httpx.post(f"{admin}/admin/endpoints", json={"url": "ftp://x", "nam": "y"})
+        refused = httpx.post(f"{admin}/admin/endpoints", json={"url": "ftp://x", "nam": "y"}, headers=changing(admin))
         assert refused.status_code == 422
         problems = refused.json()["error"]["problems"]
         assert problems[0].startswith("url: expected http://host:port")
         assert problems[1] == "nam: unknown key, did you mean name?"
-        twice = httpx.post(f"{admin}/admin/endpoints", json={"url": fleet[0], "name": "again"})
+        twice = httpx.post(f"{admin}/admin/endpoints", json={"url": fleet[0], "name": "again"}, headers=changing(admin))
         assert twice.json()["error"]["problems"][0].startswith("url: expected another url than endpoints[0] has")
-        added = httpx.post(f"{admin}/admin/endpoints", json={"url": fleet[1], "name": "gpu-2", "keep": True})
+        added = httpx.post(
+            f"{admin}/admin/endpoints", json={"url": fleet[1], "name": "gpu-2", "keep": True}, headers=changing(admin)
+        )
         assert added.status_code == 201
-        httpx.post(f"{admin}/admin/endpoints", json={"url": "http://127.0.0.1:9", "name": "gone", "health": None})
+        httpx.post(
+            f"{admin}/admin/endpoints",
+            json={"url": "http://127.0.0.1:9", "name": "gone", "health": None},
+            headers=changing(admin),
+        )
         assert names() == {"gpu-1": "settings", "gpu-2": "added, kept by a reload", "gone": "added"}
         until(admin, "/admin/endpoints/gpu-2", lambda one: one["health"] == "up")
 
-        removed = httpx.delete(f"{admin}/admin/endpoints/gpu-1").json()
+        removed = httpx.delete(f"{admin}/admin/endpoints/gpu-1", headers=changing(admin)).json()
         assert removed["note"] == "it is in the settings file, so a reload or a restart restores it"
         assert ask(url, "elsewhere").headers["x-lbproxy-endpoint"] in {"gpu-2", "gone"}
-        assert httpx.post(f"{admin}/admin/reload", headers=JSON).json() == {"reloaded": True, "endpoints": 2}
+        assert httpx.post(f"{admin}/admin/reload", headers=changing(admin)).json() == {"reloaded": True, "endpoints": 2}
         assert names() == {"gpu-1": "settings", "gpu-2": "added, kept by a reload"}
-        assert httpx.delete(f"{admin}/admin/endpoints/gpu-2").json()["note"] is None
-        last = httpx.delete(f"{admin}/admin/endpoints/gpu-1")
+        assert httpx.delete(f"{admin}/admin/endpoints/gpu-2", headers=changing(admin)).json()["note"] is None
+        last = httpx.delete(f"{admin}/admin/endpoints/gpu-1", headers=changing(admin))
         assert (last.status_code, last.json()["error"]["code"]) == (409, "last_endpoint")
-        assert httpx.delete(f"{admin}/admin/endpoints/gpu-9").status_code == 404
+        assert httpx.delete(f"{admin}/admin/endpoints/gpu-9", headers=changing(admin)).status_code == 404
 
 
 def test_a_reload_says_what_is_wrong_and_the_log_level_can_be_changed(fleet: list[str], tmp_path: Path) -> None:
@@ -160,16 +166,18 @@ def test_a_reload_says_what_is_wrong_and_the_log_level_can_be_changed(fleet: lis
         config = tmp_path / "cfg.yaml"
         good = config.read_text()
         config.write_text(good + "routing: {polcy: x}\nretry: {attempts: 0}\n")
-        refused = httpx.post(f"{admin}/admin/reload", headers=JSON)
+        refused = httpx.post(f"{admin}/admin/reload", headers=changing(admin))
         assert (refused.status_code, refused.json()["error"]["code"]) == (422, "settings_refused")
         assert len(refused.json()["error"]["problems"]) == 2
         assert httpx.get(f"{admin}/admin/state").json()["settings"]["accepted"] is False
 
-        assert httpx.put(f"{admin}/admin/log-level", json={"level": "error"}).json() == {"level": "error"}
+        assert httpx.put(f"{admin}/admin/log-level", json={"level": "error"}, headers=changing(admin)).json() == {
+            "level": "error"
+        }
         assert httpx.get(f"{admin}/admin/config").json()["log"]["level"] == "error"
         ask(url, "unheard")
         config.write_text(good)
-        assert httpx.post(f"{admin}/admin/reload", headers=JSON).status_code == 200
+        assert httpx.post(f"{admin}/admin/reload", headers=changing(admin)).status_code == 200
         assert httpx.get(f"{admin}/admin/log-level").json() == {"level": "info"}
         ask(url, "heard")
         process.wait_for('"id":"heard"')
@@ -195,7 +203,7 @@ def test_events_show_the_state_as_it_becomes(fleet: list[str], tmp_path: Path) -
                         told = True
                         break
                     if not drained:
-                        await client.post("/admin/endpoints/gpu-2/drain", headers=JSON)
+                        await client.post("/admin/endpoints/gpu-2/drain", headers=changing(admin))
                         drained = True
                 assert told
 

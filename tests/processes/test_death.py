@@ -20,7 +20,7 @@ from lbproxy.processes.balancing import COUNT_EVERY_S
 from lbproxy.workers.lost import RETURN_S
 from tests.support.aio import run, until
 from tests.support.load import load
-from tests.support.process import Process, children_of, exists, lbproxy, mock
+from tests.support.process import Process, changing, children_of, exists, lbproxy, mock
 from tests.support.rig import RawClient, post
 
 WORKERS = 2
@@ -48,6 +48,7 @@ class Cluster:
         self.process = process
         self.url = url
         self.config = config
+        self.admin_url = admin
         self.admin = httpx.Client(base_url=admin, timeout=10.0)
 
     @property
@@ -295,7 +296,6 @@ def test_endpoints_of_the_admin_api_survive_the_balancer_process(servers: list[s
     kept.
     """
     names = [one.removeprefix("http://") for one in servers]
-    json = {"content-type": "application/json"}
 
     def shown(it: Cluster) -> list[tuple[str, str]]:
         return [(one["name"], one["from"]) for one in it.state().get("endpoints", ())]
@@ -316,8 +316,9 @@ def test_endpoints_of_the_admin_api_survive_the_balancer_process(servers: list[s
 
     async def body(it: Cluster) -> None:
         kept, other = {"url": servers[1], "name": "kept", "keep": True}, {"url": "http://127.0.0.1:9", "name": "other"}
+        json = changing(it.admin_url)
         for entry in (kept, other):
-            assert it.admin.post("/admin/endpoints", json=entry).status_code == 201
+            assert it.admin.post("/admin/endpoints", json=entry, headers=json).status_code == 201
         assert it.admin.delete(f"/admin/endpoints/{names[0]}", headers=json).status_code == 200
         assert it.admin.post("/admin/endpoints/other/drain", headers=json).status_code == 200
         await is_up(it)
@@ -427,9 +428,7 @@ def test_sigusr2_hands_over_without_a_failed_request(servers: list[str], tmp_pat
             async with load(it.url, keep=3, fresh=3) as clients:
                 await until(lambda: clients.done > 20)
                 drained = it.state()["endpoints"][0]["name"]
-                answer = it.admin.post(
-                    f"/admin/endpoints/{drained}/drain", headers={"content-type": "application/json"}
-                )
+                answer = it.admin.post(f"/admin/endpoints/{drained}/drain", headers=changing(it.admin_url))
                 assert answer.status_code == 200
                 os.kill(it.pid, signal.SIGUSR2)
                 match = await asyncio.to_thread(it.process.wait_for, r"accepts connections: process (\d+)")

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from tests.support.aio import run, until
-from tests.support.process import lbproxy, mock
+from tests.support.process import changing, lbproxy, mock
 
 WORKERS = "workers: 2\nexplain: {header: true}\n"
 BODY = {"model": "m", "max_tokens": 2, "messages": [{"role": "user", "content": "Hello"}]}
@@ -167,9 +167,9 @@ def test_each_request_is_logged_once_by_who_served_it_at_the_level_of_now(tmp_pa
         run(until(lambda: len(process.lines("request")) == 12, "all are logged"))
         assert Counter(line["id"] for line in process.lines("request")) == Counter(f"first-{n}" for n in range(12))
         assert {line["endpoint"] for line in process.lines("request")} == {url.removeprefix("http://")}
-        httpx.put(f"{admin}/admin/log-level", json={"level": "error"}).raise_for_status()
+        httpx.put(f"{admin}/admin/log-level", json={"level": "error"}, headers=changing(admin)).raise_for_status()
         ask("unheard", 6)
-        httpx.put(f"{admin}/admin/log-level", json={"level": "info"}).raise_for_status()
+        httpx.put(f"{admin}/admin/log-level", json={"level": "info"}, headers=changing(admin)).raise_for_status()
         ask("last", 1)
         process.wait_for('"id":"last-0"')
         assert [line["id"] for line in process.lines("request")[12:]] == ["last-0"]

@@ -88,6 +88,7 @@ class Service(Model):
     image: str | None = None
     command: list[str] = []
     volumes: list[str] = []
+    tmpfs: list[str] = []
     ports: list[str] = []
     environment: list[str] = []
     depends_on: dict[str, Dependency] = {}

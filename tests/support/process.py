@@ -12,16 +12,22 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from types import TracebackType
 
+import httpx
+
+from lbproxy.control.admin.made_token import read_token
 from tests.support.workers import WORKERS, with_workers
 
 LBPROXY = shlex.split(os.environ.get("LBPROXY_COMMAND", "")) or [sys.executable, "-m", "lbproxy"]
 """What is tested. LBPROXY_COMMAND names another: an installed release, or a build from another folder."""
+TOKENS = tempfile.TemporaryDirectory(prefix="lbproxy-tokens-")
+"""Where lbproxy puts the token for changes by its admin API."""
 
 
 class Process:
@@ -38,7 +44,7 @@ class Process:
     def _start(self, command: list[str], env: dict[str, str] | None) -> None:
         if WORKERS and "--config" in command and (config := Path(command[command.index("--config") + 1])).exists():
             self._has_workers = re.search(r"^workers: *[2-9]", config.read_text(), re.MULTILINE) is not None
-        environ = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
+        environ = {**os.environ, "PYTHONUNBUFFERED": "1", "XDG_RUNTIME_DIR": TOKENS.name, **(env or {})}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ)
         assert self.process.stdout is not None
         os.set_blocking(self.process.stdout.fileno(), False)
@@ -114,6 +120,12 @@ def children_of(pid: int) -> list[int]:
     with contextlib.suppress(OSError):
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return []
+
+
+def changing(admin: str) -> dict[str, str]:
+    """The header fields of a request that changes something, for the admin listener at this URL."""
+    token_file = httpx.get(f"{admin}/admin/state").json()["token_file"]
+    return {"content-type": "application/json", "authorization": f"Bearer {read_token(token_file)}"}
 
 
 def exists(pid: int) -> bool:

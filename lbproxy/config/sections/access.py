@@ -65,7 +65,8 @@ class AdminSettings(Address):
 
     token: Secret | None = None
     """Required by everything except /healthz, /readyz and /metrics, as `Authorization: Bearer TOKEN`; 16 to 512
-    characters, or its `sha256:` digest. null = everything else is open to this machine only."""
+    characters, or its `sha256:` digest. null = everything else is open to this machine only, and changes need a token
+    that lbproxy makes and its commands find."""
 
 
 class TlsSettings(Section):

@@ -134,7 +134,7 @@ class Api:
         """All routes. A path that ends in a name takes what is percent-encoded too."""
         for route in self.routes:
             path = route.path.replace("{name}", "{name:[^/]+}").replace("{id}", "{id:.+}")
-            router.add_route(route.method, path, _guarded(route.handler))
+            router.add_route(route.method, path, route.handler)
 
     def _make_routes(self) -> list[Route]:
         limit: Fields = {"type": "integer", "minimum": 1, "maximum": MAX_SUMMARIES, "default": 100}
@@ -161,10 +161,10 @@ class Api:
             Route("POST", "/admin/endpoints", self._add, "Add an endpoint", "Added", (201, 422), body=ENTRY),
             Route("GET", one, self._get_endpoint, "One endpoint", "Endpoint", (200, 404)),
             Route("DELETE", one, self._remove, "Remove an endpoint; its requests finish", "Removed", (200, 404, 409)),
-            Route("POST", f"{one}/drain", self._drain, "Stop sending new requests to it", "Drain", (200, 404), body={}),
-            Route("POST", f"{one}/undrain", self._undrain, "Send requests to it again", "Drain", (200, 404), body={}),
-            Route("POST", f"{one}/wake", self._wake, "Wake it", "Sleep", (200, 404, 409), body={}),
-            Route("POST", f"{one}/sleep", self._sleep, "Put it to sleep", "Sleep", (200, 404, 409), body={}),
+            Route("POST", f"{one}/drain", self._drain, "Stop sending new requests to it", "Drain", (200, 404)),
+            Route("POST", f"{one}/undrain", self._undrain, "Send requests to it again", "Drain", (200, 404)),
+            Route("POST", f"{one}/wake", self._wake, "Wake it", "Sleep", (200, 404, 409)),
+            Route("POST", f"{one}/sleep", self._sleep, "Put it to sleep", "Sleep", (200, 404, 409)),
             Route(
                 "GET",
                 "/admin/decisions",
@@ -189,7 +189,6 @@ class Api:
                 "Read the settings again",
                 "Reloaded",
                 (200, 409, 422),
-                body={},
             ),
             Route("GET", "/admin/log-level", self._get_log_level, "The minimum level of log lines", "LogLevel"),
             Route(
@@ -370,18 +369,6 @@ class Api:
         found = self._state.endpoint(name)
         assert found is not None, "nothing awaits in between"
         return found
-
-
-def _guarded(handler: Handler) -> Handler:
-    """The handler, but for what a web page from elsewhere could have a browser send without asking first (CORS)."""
-
-    async def serve(request: web.Request) -> web.StreamResponse:
-        simple = request.method in {"POST", "PUT"} and "Authorization" not in request.headers
-        if simple and request.content_type != "application/json":
-            raise ApiError(415, "content_type", "Send content-type: application/json (the body may be empty).")
-        return await handler(request)
-
-    return serve
 
 
 async def _read_object(request: web.Request) -> dict[str, object]:

@@ -14,7 +14,7 @@ from lbproxy.control.admin.schemas import COMPONENTS, FLAG, Schema, ref
 
 ALWAYS = (400, 401, 403, 500)
 """What every path may answer besides."""
-WITH_BODY = (408, 413, 415)
+WITH_BODY = (408, 413)
 EVENTS = "text/event-stream"
 
 ENTRY = ref("Entry")

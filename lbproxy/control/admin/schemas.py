@@ -145,6 +145,7 @@ _STATE = record(
     at=STAMP,
     listen=_maybe(TEXT),
     pid=COUNT,
+    token_file=_maybe(TEXT),
     uptime_s=NUMBER,
     policy=TEXT,
     stopping=FLAG,

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import threading
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
@@ -21,6 +23,7 @@ from lbproxy.config.sections.access import Secret
 from lbproxy.control.admin.access import AdminAccess
 from lbproxy.control.admin.api import Api, ApiError
 from lbproxy.control.admin.dashboard.page import Dashboard
+from lbproxy.control.admin.made_token import MadeToken
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.requests.openai import REASON_FIELD, error_body
 from lbproxy.core.requests.outcome import LbError, Outcome
@@ -35,6 +38,9 @@ MAX_BODY_BYTES = 64 << 10
 SERVER = "lbproxy"
 SPARE_DESCRIPTORS = 4
 """Kept for connections here: when clients and endpoints have all others, this is where one looks for the reason."""
+_NO_FOLDER = (
+    "the admin API changes nothing: set admin.token, or a folder for a token in $RUNTIME_DIRECTORY or $XDG_RUNTIME_DIR"
+)
 SHUTDOWN_S = 1.0
 """How long a page that is being written may take when lbproxy stops."""
 
@@ -68,7 +74,9 @@ class Admin:
         metrics: Pages,
         token: Secret | None = None,
         api: Api | None = None,
+        made: MadeToken | None = None,
     ) -> None:
+        """`made`: what becomes the token where `token` is None, and there is no Unix socket."""
         self._runtime = runtime
         self._front = front
         self._metrics = metrics
@@ -76,7 +84,7 @@ class Admin:
         self._port: int | None = None
         self.listener: Listener | None = None
         """Set by `start`."""
-        self.access = AdminAccess(token)
+        self.access = AdminAccess(token, made)
         middlewares = [_errors_as_json, self.access.middleware]
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=middlewares)
         app.on_response_prepare.append(_name_server)
@@ -100,14 +108,30 @@ class Admin:
         `inherited`: sockets that listen there already, to use instead.
         """
         sockets = inherited or await bind(host, port)
+        self._port = bound_port(sockets)
+        await self.settle_token()
         await self._runner.setup()
         server = self._runner.server
         assert server is not None
         loop, options = asyncio.get_running_loop(), server._kwargs
         self.listener = Listener(lambda: _Connection(server, loop=loop, **options), spares=SPARE_DESCRIPTORS)
         self.listener.start(sockets)
-        self._port = bound_port(sockets)
         return self._port
+
+    async def settle_token(self) -> None:
+        """Have a token of our own where the settings have none, and only there. Not for a Unix socket: its file says
+        who may.
+        """
+        made = self.access.made
+        if self.access.token is not None:
+            await self._remove_token()
+        elif self._port and made.path is None:
+            await asyncio.to_thread(made.make, self._port)
+
+    def warn_if_fixed(self) -> None:
+        """Say in the log that nobody can change anything here, if that is so."""
+        if self._port and self.access.token is None and self.access.made.path is None:
+            logger.warning(_NO_FOLDER, extra={"event": "admin"})
 
     def stop_accepting(self) -> None:
         """Only those who are connected are still answered."""
@@ -126,6 +150,15 @@ class Admin:
         if self._api is not None:
             self._api.feed.close()
         await self._runner.cleanup()
+        await self._remove_token()
+
+    async def _remove_token(self) -> None:
+        """Within a second: its file system may hang, and a thread of an executor would be waited for at exit."""
+        thread = threading.Thread(target=self.access.made.remove, daemon=True)
+        thread.start()
+        until = time.monotonic() + SHUTDOWN_S
+        while thread.is_alive() and time.monotonic() < until:  # noqa: ASYNC110 - once in a lifetime
+            await asyncio.sleep(0.005)
 
     async def _readyz(self, _: web.Request) -> web.Response:
         """200 while a client's request would find an endpoint."""

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from lbproxy import __version__
 from lbproxy.config.tree import Settings
+from lbproxy.control.admin.made_token import MadeToken
 from lbproxy.control.families.common import Loads, StateStats, WorkerFacts, Workers
 from lbproxy.control.families.replicas import Other, Replicas
 from lbproxy.control.telemetry.access_line import stamp
@@ -72,6 +73,8 @@ class State:
         """Set by the owner if there are worker processes."""
         self.replicas: Replicas | None = None
         """Set by the owner if requests are exchanged with other replicas."""
+        self.made = MadeToken()
+        """The owner's, if it has an admin token of its own making."""
         self.recent = recent
         self._runtime = runtime
         self._front = front
@@ -89,6 +92,7 @@ class State:
             "at": stamp(time.time()),
             "listen": self._front.url,
             "pid": os.getpid(),
+            "token_file": self.made.path,
             "uptime_s": round(time.monotonic() - self._started_at, 1),
             "policy": self._settings().routing.policy,
             "stopping": self._front.draining,

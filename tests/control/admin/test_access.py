@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -31,19 +33,58 @@ class Peer:
         self.address = address
 
     def get_extra_info(self, name: str) -> object:
+        if name == "socket" and self.address == "unix":
+            return SimpleNamespace(family=socket.AF_UNIX)
         return (self.address, 50_000) if name == "peername" and self.address else None
 
 
 def verdict(
-    fields: Mapping[str, str] = NONE, *, token: Secret | None = None, peer: str | None = "127.0.0.1"
+    fields: Mapping[str, str] = NONE,
+    *,
+    token: Secret | None = None,
+    peer: str | None = "127.0.0.1",
+    made: Secret | None = None,
+    method: str = "GET",
 ) -> Outcome | None:
     headers = {"Host": "127.0.0.1:9901", **fields}
-    request = make_mocked_request("POST", "/admin/drain", headers=headers, transport=Peer(peer))
+    request = make_mocked_request(method, "/admin/drain", headers=headers, transport=Peer(peer))
     try:
-        require(request, token)
+        require(request, token, made)
     except LbError as error:
         return error.outcome
     return None
+
+
+CHANGING = ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "X"]
+
+
+@pytest.mark.parametrize("method", CHANGING)
+@pytest.mark.parametrize("peer", ["127.0.0.1", "::1"])
+def test_this_machine_may_read_and_needs_the_token_for_more(method: str, peer: str) -> None:
+    """What comes from here by a proxy on this machine looks the same if the proxy does not say so."""
+    assert verdict(peer=peer, made=SECRET) is None
+    assert verdict(peer=peer, made=SECRET, method=method) is Outcome.UNAUTHORIZED
+    assert verdict({"Authorization": "Bearer x"}, peer=peer, made=SECRET, method=method) is Outcome.UNAUTHORIZED
+    assert verdict(RIGHT, peer=peer, made=SECRET, method=method) is None
+    assert verdict(RIGHT, peer=peer, method=method) is Outcome.FORBIDDEN, "none was made, so none can be right"
+
+
+@pytest.mark.parametrize("method", CHANGING)
+def test_who_can_connect_to_a_unix_socket_may_change_things(method: str) -> None:
+    """The file's mode says who."""
+    assert verdict(peer="unix", method=method) is None
+    assert verdict({"X-Forwarded-For": "10.0.0.1"}, peer="unix", method=method) is Outcome.FORBIDDEN
+    assert verdict({"Host": "evil.example"}, peer="unix", method=method) is Outcome.FORBIDDEN
+    assert verdict(peer="unix", method=method, token=SECRET) is Outcome.UNAUTHORIZED
+
+
+def test_the_token_that_was_made_lets_in_from_elsewhere_and_only_while_none_is_set() -> None:
+    other = Secret.read("another-token-of-ours")
+    assert verdict(RIGHT, peer="10.0.0.1", made=SECRET, method="POST") is None
+    assert verdict(RIGHT, peer="10.0.0.1", made=SECRET, token=other, method="POST") is Outcome.UNAUTHORIZED
+    assert verdict(peer="10.0.0.1", made=SECRET) is Outcome.FORBIDDEN
+    evil = {"Origin": "http://evil.example"}
+    assert verdict({**RIGHT, **evil}, made=SECRET, method="POST") is Outcome.FORBIDDEN
 
 
 @pytest.mark.parametrize("peer", ["127.0.0.1", "127.8.9.1", "::1", "::ffff:127.0.0.1"])
@@ -188,7 +229,7 @@ def test_a_handler_that_is_added_is_guarded() -> None:
         request = make_mocked_request("POST", "/admin/drain", headers={"Host": "localhost"}, transport=Peer("10.0.0.1"))
         with pytest.raises(LbError):
             await AdminAccess(None).middleware(request, drained)
-        request = make_mocked_request("POST", "/admin/drain", headers={"Host": "localhost"}, transport=Peer("::1"))
+        request = make_mocked_request("GET", "/admin/drain", headers={"Host": "localhost"}, transport=Peer("::1"))
         assert (await AdminAccess(None).middleware(request, drained)).status == 200
 
     run(main())

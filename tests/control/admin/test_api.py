@@ -6,8 +6,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import get_args
 
 import httpx
@@ -37,7 +37,7 @@ from lbproxy.core.queue.ticket import TicketState, Wait
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.runtime import Runtime
-from tests.control.rig import Rig, admin_site, rig
+from tests.control.rig import ADMIN_TOKEN, BEARER, Rig, admin_site, rig
 from tests.support.aio import run, until
 from tests.support.pool import submit
 
@@ -116,8 +116,12 @@ class Site:
         self.admin = Admin(pool.runtime, self.front, FakePages(), None, self.api)
 
 
-def site() -> AbstractAsyncContextManager[tuple[Site, httpx.AsyncClient]]:
-    return admin_site(Site)
+@asynccontextmanager
+async def site() -> AsyncIterator[tuple[Site, httpx.AsyncClient]]:
+    """Its client has the token."""
+    async with admin_site(Site) as (made, client):
+        client.headers.update(BEARER)
+        yield made, client
 
 
 def code(answer: httpx.Response) -> tuple[int, str]:
@@ -130,7 +134,7 @@ def test_a_page_from_elsewhere_cannot_have_a_browser_change_anything() -> None:
     """A form posts without asking; what it posts is no JSON, and it cannot know the token."""
 
     async def main() -> None:
-        async with site() as (made, client):
+        async with admin_site(Site) as (made, client):
             made.rig.bring_up()
             form = {"content-type": "text/plain"}
             for method, path in (
@@ -138,14 +142,14 @@ def test_a_page_from_elsewhere_cannot_have_a_browser_change_anything() -> None:
                 ("POST", "/admin/reload"),
                 ("PUT", "/admin/log-level"),
             ):
-                assert code(await client.request(method, path, headers=form, content=b"{}")) == (415, "content_type")
+                assert code(await client.request(method, path, headers=form, content=b"{}")) == (401, "invalid_api_key")
             origin = {"origin": "http://evil.example", **JSON}
             for path in ("/admin/state", "/admin/events", "/admin/openapi.json"):
                 assert (await client.get(path, headers=origin)).status_code == 403
             assert (await client.delete("/admin/endpoints/e1", headers=origin)).status_code == 403
             assert (await client.get("/admin/state", headers={"host": "evil.example"})).status_code == 403
             assert not any(one.draining for one in made.rig.snapshots())
-            assert (await client.post("/admin/endpoints/e1/drain", headers=JSON)).json()["draining"] is True
+            assert (await client.post("/admin/endpoints/e1/drain", headers=BEARER)).json()["draining"] is True
 
     run(main())
 
@@ -204,8 +208,9 @@ def test_a_name_may_have_anything_that_a_path_can_say() -> None:
         specs = [EndpointSpec(name="pool/[::1]:80", base_url="http://[::1]:80")]
         async with rig(*specs) as pool:
             made = Site(pool)
+            made.admin.access.token = Secret.read(ADMIN_TOKEN)
             port = await made.admin.start("127.0.0.1", 0)
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=BEARER) as client:
                 answer = await client.post("/admin/endpoints/pool%2F%5B::1%5D:80/drain", headers=JSON)
                 assert answer.json()["name"] == "pool/[::1]:80"
             await made.admin.close()

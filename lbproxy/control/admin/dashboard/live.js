@@ -39,6 +39,14 @@ function setToken(value) {
   else sessionStorage.setItem(TOKEN, value);
   at("forget").hidden = value === null;
 }
+/** The token that a link brought (`lbproxy dashboard`), out of the address bar at once. */
+function takeToken() {
+  const given = new URLSearchParams(location.hash.slice(1)).get("token");
+  if (given === null) return;
+  history.replaceState(null, "", location.pathname + location.search);
+  if (/^[!-~]{16,512}$/.test(given)) setToken(given);
+}
+addEventListener("hashchange", takeToken);
 
 /** An answer of the admin API. Throws Refused with what it says, or what fetch throws. */
 async function ask(path, options = {}) {
@@ -49,7 +57,7 @@ async function ask(path, options = {}) {
     if (answer.ok) return answer;
     if (answer.status === 401) {
       if (token !== used) continue;  // somebody has given another meanwhile
-      const why = used === null ? "This needs the admin token (admin.token in the settings of lbproxy)." : "This token is wrong.";
+      const why = used === null ? "This needs the admin token: admin.token in the settings of lbproxy, or without one there what `lbproxy admin-token` prints. `lbproxy dashboard` prints a link with it." : "This token is wrong, or from before a restart: `lbproxy admin-token` prints the one of now.";
       if (await askToken(why)) continue;
     }
     const said = await answer.json().catch(() => null);

@@ -285,6 +285,7 @@ function draw(frame) {
 makeHead();
 makeTiles();
 makeDecisions();
+takeToken();
 at("forget").hidden = token === null;
 at("forget").addEventListener("click", () => { setToken(null); location.reload(); });
 at("filter").addEventListener("input", () => last && drawFleet(last, true));
