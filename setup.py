@@ -23,7 +23,8 @@ from setuptools.command.build_ext import build_ext
 COMPILED = {
     "lbproxy": "request_runtime runtime",
     "lbproxy/core": "balancer placing",
-    "lbproxy/core/requests": "large_json media openai outcome outline prompt_keys prompts request retry sse",
+    "lbproxy/core/requests": "large_json media openai outcome outline prompt_keys prompts request retry",
+    "lbproxy/core/responses": "json_walk sse usage",
     "lbproxy/core/engines": "handover load_metrics",
     "lbproxy/core/caches": "adapters cache_loss cache_size prefix_index sessions",
     "lbproxy/core/capacity": "allowance bucket lanes opaque others regression reservations room slots space trends",

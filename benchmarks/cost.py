@@ -89,7 +89,7 @@ REQUEST = (
         (
             Step("the response's head, parsed or found", "CPyDef_h1___parse_head"),
             Step("the client's head", "CPyDef_headers___client_head"),
-            Step("usage", "CPyDef_sse___read_usage"),
+            Step("usage", "CPyDef_usage___read_usage"),
             Step("the balancer learns, and counts the end", "CPyDef_runtime___Runtime___answered"),
             Step("the record's end", "CPyDef_lifetime___Lifetime___finish"),
         ),

@@ -79,7 +79,8 @@ READS_FILES = {
 }
 PACKAGES = {
     "core": (
-        "requests engines caches capacity knowledge saved endpoints policies queue sleeping scaling observed replicas"
+        "requests responses engines caches capacity knowledge saved endpoints policies queue sleeping scaling observed "
+        "replicas"
     ),
     "control": "probing discovery families sleeping telemetry saving admin",
     "net": "dialing connections",

@@ -120,6 +120,9 @@ class Placing:
             state.progress.last_at = now
             if tokens:
                 self._flows.progress(ticket, tokens, now)
+                if state.allowance is not None:
+                    reserved = ticket.reserved_tokens
+                    ticket.reserved_tokens = state.allowance.written(reserved, ticket.response_tokens, now)
             if ticket.load is not None and ticket.placement is not None:
                 ticket.load.progress(ticket.placement, tokens, now)
 
@@ -131,9 +134,8 @@ class Placing:
             return
         if ticket.prefill is not None:
             self.end(ticket.prefill, outcome, None, now)
-        state, charged = ticket.placed_state, usage
-        if ticket.request.leg == DECODE and usage is not None:  # the prompt was charged, and cached, with the first leg
-            charged, usage = Usage(None, None, usage.completion_tokens), usage._replace(cached_tokens=None)
+        state = ticket.placed_state
+        charged, usage = _charged(ticket, usage)
         if self.journal is not None:
             self.journal.ended(ticket, usage, now, completed=outcome is Outcome.COMPLETED)
         state.in_flight -= 1
@@ -148,15 +150,43 @@ class Placing:
             self._judge.trial_ended(state, outcome, now=now)
         if usage is None and outcome is Outcome.COMPLETED and ticket.first_byte_at is not None:
             usage = NO_USAGE if not ticket.request.prompt_bytes else None
-        served = ticket.first_byte_at is not None or (outcome is Outcome.COMPLETED and usage is not None)
-        if state.allowance is not None:
-            state.allowance.settle(ticket.reserved_tokens, charged, now, served=served)
-        assert ticket.flow is not None
-        ticket.flow.in_flight -= 1
-        self._flows.ended(ticket, charged, now, served=served)
+        reported = usage is not None and outcome is Outcome.COMPLETED
+        served = ticket.first_byte_at is not None or reported or (charged is not None and charged.is_estimate)
+        self._settle(ticket, state, charged, usage, now, served=served)
         if ticket.load is not None and ticket.placement is not None:
             ticket.load.end(ticket.placement, usage, now)
             self.advice.demand.ended(ticket.placement, usage)
         self._endpoints.released(state)
         self._dispatcher.wake(state)
         ticket.state, ticket.outcome = TicketState.CLOSED, outcome
+
+    def _settle(
+        self,
+        ticket: Ticket,
+        state: EndpointState,
+        charged: Usage | None,
+        usage: Usage | None,
+        now: float,
+        *,
+        served: bool,
+    ) -> None:
+        """Correct what its flow and its endpoint's limits were charged. `served`: the endpoint worked for it."""
+        assert ticket.flow is not None
+        ticket.flow.in_flight -= 1
+        used = self._flows.ended(ticket, charged, now, served=served)
+        if state.allowance is not None:
+            if served and charged is None and ticket.request.binary:
+                used = ticket.reserved_tokens
+            state.allowance.settle(ticket.reserved_tokens, used, usage if served else None, now)
+
+
+def _charged(ticket: Ticket, usage: Usage | None) -> tuple[Usage | None, Usage | None]:
+    """Of the usage of a ticket that ended: what counts for limits, and what its endpoint's load model learns."""
+    charged = usage
+    if usage is not None and usage.is_estimate:
+        ticket.response_tokens = max(ticket.response_tokens, usage.completion_tokens or 0)
+        usage = None
+    if charged is not None and ticket.request.leg == DECODE:  # the prompt was charged, and cached, with the first leg
+        charged = Usage(None, None, charged.completion_tokens, None, charged.is_estimate)
+        usage = None if usage is None else usage._replace(cached_tokens=None)
+    return charged, usage

@@ -27,7 +27,7 @@ RequestFields: TypeAlias = tuple[
 # By these the decoders that are made later read requests and usages. Compiled, a NamedTuple does not know the types of
 # its fields; LoadReport does, as core.engines.orca is not compiled.
 InferenceRequest.__annotations__.update(zip(InferenceRequest._fields, get_args(RequestFields), strict=True))
-Usage.__annotations__.update(dict.fromkeys(Usage._fields, int | None))
+Usage.__annotations__.update(dict.fromkeys(Usage._fields, int | None) | {"is_estimate": bool})
 Origin: TypeAlias = tuple[str, str, str, str, str | None, int]
 """What many requests have in common. Of a RequestRecord: method, path, client, route, key; and the number by which
 later requests on this link refer to it: see `workers.origins`."""

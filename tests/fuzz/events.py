@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Event streams: the scanners of `core.requests.sse`, fed in pieces, against a plain look at the whole."""
+"""Event streams: the scanners of `core.responses.sse`, fed in pieces, against a plain look at the whole."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import random
 import re
 
 from lbproxy.core.requests.request import Usage
-from lbproxy.core.requests.sse import EventScanner, UsageScanner
+from lbproxy.core.responses.sse import EventScanner
+from lbproxy.core.responses.usage import read_usage
 from tests.fuzz.mutate import pieces
 from tests.fuzz.oracle import DifferenceError
 
@@ -42,74 +43,68 @@ TOKENS = [
     *(b'"prompt_tokens":5', b'"completion_tokens" : 6', b'"cached_tokens":0', b"9999999999", b"x" * 40, b"x" * 1200),
     *(b'"usage"' + b" " * 1100, b'"us', b"age", b"da", b"ta:", b"null", b"}", b"{"),
 ]
-_FINISHED = re.compile(
-    rb'\[DONE\]|"finish_reason"[ \t]*:[ \t]*"|"message_stop"|"response\.(completed|failed|incomplete)"'
-)
-_NAMES = (
-    (b"prompt_tokens", b"input_tokens"),
-    (b"cached_tokens", b"cache_read_input_tokens"),
-    (b"completion_tokens", b"output_tokens"),
-)
 
 
-def plain_usage(data: bytes, at: int | None = None) -> Usage | None:
-    """From the last `"usage"` on, or from `at`, 1 KiB: the first number that each of the names has."""
-    at = data.rfind(b'"usage"') if at is None else at
-    tail = data[at : at + 1024] if at >= 0 else b""
-    counts: list[int | None] = []
-    for names in _NAMES:
-        first: tuple[int, int] | None = None
-        for name in names:
-            for found in re.finditer(rb'"%s"[ \t]*:[ \t]*([0-9]+)' % name, tail):
-                if len(found[1]) <= 9:
-                    first = min(first or (len(tail), 0), (found.start(), int(found[1])))
-                    break
-        counts.append(first[1] if first else None)
-    return Usage(*counts) if any(count is not None for count in counts) else None
+class _DoubleError(ValueError):
+    """A key occurs twice: which one counts is not said."""
 
 
-def is_merged(usage: Usage | None, data: bytes) -> bool:
-    """Whether what the last report lacks, its prompt among it, is of the first report, as far as pieces show that."""
-    first, last = plain_usage(data, data.find(b'"usage"')), plain_usage(data)
-    if usage is None or first is None or last is None or last.prompt_tokens is not None:
-        return False
-    return all(
-        ours == theirs if theirs is not None else ours in {None, other}
-        for ours, theirs, other in zip(usage, last, first, strict=True)
-    )
+def _unique(members: list[tuple[str, object]]) -> dict[str, object]:
+    if len({name for name, _ in members}) < len(members):
+        raise _DoubleError
+    return dict(members)
 
 
-def parsed_usage(data: bytes) -> Usage | None:
-    """What the object says that the last `"usage"` is, if it has no object inside and both of the counts."""
-    at = max(0, data.rfind(b'"usage"'))
-    try:
-        said = json.loads(data[data.index(b"{", at) : data.index(b"}", at) + 1])
-        return Usage(said["prompt_tokens"], said.get("cached_tokens"), said["completion_tokens"])
-    except (ValueError, KeyError):
-        return None
+def plain_objects(data: bytes) -> list[dict[str, object]]:
+    """What the lines of data say that are objects. Raises ValueError if a line is no JSON, or no data but has usage."""
+    said = []
+    for line in data.split(b"\n"):
+        if b'"usage"' in line and not line.startswith(b"data:"):
+            raise ValueError
+        if line.startswith(b"data:") and line[5:].strip() not in {b"", b"[DONE]"}:
+            one = json.loads(line[5:].decode(), object_pairs_hook=_unique)
+            said += [one] if isinstance(one, dict) else []
+    return said
+
+
+def plain_usage(said: list[dict[str, object]]) -> Usage | None:
+    """Of the last object `usage` in an outermost object."""
+    usages = [one["usage"] for one in said if isinstance(one.get("usage"), dict)]
+    return read_usage(json.dumps({"usage": usages[-1]}).encode()) if usages else None
+
+
+def scanned(data: bytes, parts: list[bytes]) -> EventScanner:
+    scanner = EventScanner(watch_finish=True)
+    for piece in parts:
+        framed = b"5\r\n" + piece + b"\r\ndata:"
+        scanner.feed(framed, 3, 3 + len(piece))
+    return scanner
 
 
 def check(data: bytes, rng: random.Random) -> str:
     """See the module."""
-    events, usage = EventScanner(watch_finish=True), UsageScanner()
-    for piece in pieces(data, rng):
-        framed = b"5\r\n" + piece + b"\r\ndata:"
-        events.feed(framed, 3, 3 + len(piece))
-        usage.feed(framed, 3, 3 + len(piece))
+    parts = list(pieces(data, rng))
+    events, whole = scanned(data, parts), scanned(data, [data])
     count = sum(line.startswith(b"data:") for line in data.split(b"\n"))
     lines = re.split(rb"\r?\n", data)
     boundary = not data or (len(lines) > 1 and lines[-2:] == [b"", b""])
     if (events.events, events.at_boundary) != (count, boundary):
         raise DifferenceError(f"{events.events} events, boundary {events.at_boundary}; plainly {count}, {boundary}")
-    found = _FINISHED.search(data)
-    if events.finished != (found is not None):
-        if found is None or len(found[0]) <= 32:
-            raise DifferenceError(f"finished: {events.finished}, plainly {found}")
-        return "a finish reason behind much white space, cut"
-    if usage.usage != plain_usage(data):
-        if usage.usage == parsed_usage(data):
-            return "an object of its own, parsed: what is behind it does not count, of two alike the last does"
-        if is_merged(usage.usage, data):
-            return "a report without a prompt goes on with the first one"
-        raise DifferenceError(f"usage {usage.usage}, plainly {plain_usage(data)}")
+    if events.is_complete != whole.is_complete:
+        raise DifferenceError(f"complete: {events.is_complete}, in one piece {whole.is_complete}")
+    try:
+        said = plain_objects(data)
+    except (ValueError, RecursionError):
+        return "a line is no JSON"
+    if re.search(rb'"usage"[ \t]{40}', data):
+        return "blanks between a key and its colon"
+    if any(isinstance(one.get("response", one.get("message")), dict) for one in said):
+        return "an object in an object"
+    if events.usage != (usage := plain_usage(said)) and not is_merged(said):
+        raise DifferenceError(f"usage {events.usage}, plainly {usage}")
     return "read alike"
+
+
+def is_merged(said: list[dict[str, object]]) -> bool:
+    """Whether there are several reports, of which the first may have what the last one lacks."""
+    return sum(isinstance(one.get("usage"), dict) for one in said) > 1

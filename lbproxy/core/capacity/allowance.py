@@ -95,15 +95,21 @@ class Allowance:
         self._take(tokens, now)
         return tokens
 
-    def settle(self, reserved: float, usage: Usage | None, now: float, *, served: bool) -> None:
-        """Correct what a request reserved, by what it used. `served`: the endpoint worked for it."""
-        used = reserved if served else 0.0
-        if served and usage is not None:
-            completion = usage.completion_tokens
-            if completion is not None:
-                self._mean_response_tokens += STEP * (completion - self._mean_response_tokens)
-            if usage.prompt_tokens is not None:
-                used = float(usage.prompt_tokens + (completion or 0))
+    def written(self, reserved: float, tokens: int, now: float) -> float:
+        """Count what an unfinished response has beyond what its request reserved. `tokens`: of the response so far.
+        Returns what is reserved now.
+        """
+        if tokens <= reserved:
+            return reserved
+        self._take(tokens - reserved, now)
+        return float(tokens)
+
+    def settle(self, reserved: float, used: float, usage: Usage | None, now: float) -> None:
+        """Correct what a request reserved, by what it used: tokens of the prompt and the response. `usage`: as the
+        endpoint reported it.
+        """
+        if usage is not None and usage.completion_tokens is not None:
+            self._mean_response_tokens += STEP * (usage.completion_tokens - self._mean_response_tokens)
         self._take(used - reserved, now)
 
     def _take(self, tokens: float, now: float) -> None:

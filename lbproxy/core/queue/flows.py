@@ -175,7 +175,7 @@ class Flows:
         request, flow = ticket.request, ticket.flow
         assert flow is not None
         if flow.tokens is not None:
-            ticket.billed_tokens = self._prompt_tokens(request) + ticket.response_tokens
+            ticket.billed_tokens = self._billed_prompt(ticket) + ticket.response_tokens
             if not ticket.counted:
                 flow.tokens.take(ticket.billed_tokens)
         if self._single_flow:
@@ -202,19 +202,22 @@ class Flows:
             ticket.billed_tokens += tokens
             flow.tokens.take(tokens)
 
-    def ended(self, ticket: Ticket, usage: Usage | None, now: float, *, served: bool) -> None:
-        """Correct the charges of a placed ticket that ended. `served`: the endpoint worked for it."""
+    def ended(self, ticket: Ticket, usage: Usage | None, now: float, *, served: bool) -> float:
+        """Correct the charges of a placed ticket that ended. `served`: the endpoint worked for it. Returns the tokens
+        that count for limits: as reported; otherwise as estimated, never nothing.
+        """
         flow = ticket.flow
         assert flow is not None
-        if not served:
-            prompt = completion = billed = 0.0
-        else:
-            prompt, completion, billed = self._prompt_cost(ticket), float(ticket.response_tokens), ticket.billed_tokens
-        if served and usage is not None:
-            if usage.completion_tokens is not None:
+        prompt = completion = billed = 0.0
+        if served:
+            prompt, completion = self._prompt_cost(ticket), float(ticket.response_tokens)
+            if usage is not None and usage.completion_tokens is not None:
                 completion = float(usage.completion_tokens)
-                flow.mean_response_tokens += 0.1 * (completion - flow.mean_response_tokens)
-            if usage.prompt_tokens is not None:
+                if not usage.is_estimate:
+                    flow.mean_response_tokens += 0.1 * (completion - flow.mean_response_tokens)
+            if usage is None or usage.prompt_tokens is None:
+                billed = self._billed_prompt(ticket) + completion
+            else:
                 billed = usage.prompt_tokens + completion
                 if ticket.request.binary:
                     self._learn_binary(ticket.request.model, usage.prompt_tokens)
@@ -227,6 +230,7 @@ class Flows:
             self._charge(flow, ticket, more, now)
         if flow.tokens is not None:
             flow.tokens.take(billed - ticket.billed_tokens)
+        return billed
 
     def _charge(self, flow: Flow, ticket: Ticket, more: float, now: float) -> None:
         if more > 0.0:  # it is used now, whatever was charged before
@@ -239,6 +243,15 @@ class Flows:
     def _prompt_cost(self, ticket: Ticket) -> float:
         """The prompt cost of a placed ticket."""
         return self._prompt_tokens(ticket.request) if ticket.placement is None else ticket.placement.uncached_tokens
+
+    def _billed_prompt(self, ticket: Ticket) -> float:
+        """The tokens of a placed ticket's prompt, for limits, before the endpoint reports them. What was learned of
+        other prompts can only make them more: clients choose what is learned.
+        """
+        tokens = self._prompt_tokens(ticket.request)
+        if ticket.placement is None or not ticket.request.prompt_bytes or not tokens:
+            return tokens
+        return max(tokens, ticket.placement.prompt_tokens)
 
     def _prompt_tokens(self, request: InferenceRequest) -> float:
         """The estimated prompt tokens, before the endpoint reports them."""

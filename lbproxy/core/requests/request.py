@@ -78,7 +78,7 @@ class InferenceRequest(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """What the endpoint reported that a request used. None = not reported."""
+    """What a request used, as the endpoint reported it. None = not reported."""
 
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
@@ -86,6 +86,8 @@ class Usage(NamedTuple):
     completion_tokens: int | None = None
     written_tokens: int | None = None
     """Prompt tokens that were added to the cache. Only Anthropic's API reports them: see `resolved`."""
+    is_estimate: bool = False
+    """Some of it is estimated: it counts for limits, and nothing is learned of it."""
 
     def resolved(self, expected_tokens: float) -> Usage:
         """Return the usage with the complete prompt in `prompt_tokens`, of which about `expected_tokens` are expected.
@@ -94,7 +96,7 @@ class Usage(NamedTuple):
         and SGLang (its issue 36877) count likewise, other servers count the complete prompt. Where both are possible,
         the count that is nearer to the expected length is taken.
         """
-        prompt, cached, completion, written = self
+        prompt, cached, completion, written, _ = self
         if written is None or prompt is None:
             return self
         beside = (cached or 0) + written
@@ -103,6 +105,12 @@ class Usage(NamedTuple):
         if prompt < beside or abs(log(max(1.0, other) / max(1.0, expected_tokens))) < apart:
             prompt = other
         return Usage(prompt, cached, completion)
+
+
+def estimated(usage: Usage | None, completion_tokens: int) -> Usage:
+    """The usage with an estimate of the response's tokens. `usage`: what was reported; None = nothing."""
+    prompt, cached = (None, None) if usage is None else (usage.prompt_tokens, usage.cached_tokens)
+    return Usage(prompt, cached, completion_tokens, None, True)
 
 
 NO_USAGE: Final = Usage()

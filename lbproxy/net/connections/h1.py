@@ -305,7 +305,7 @@ class ResponseHead:
         self.content_type = fixed.content_type
         """Lower case; empty if not given."""
         self.encoded = fixed.encoded
-        """There is a Content-Encoding: the body cannot be read as it is."""
+        """There is a Content-Encoding that changes something: the body cannot be read as it is."""
         self.keep_alive = keep_alive
         """The endpoint accepts another request on this connection."""
         self.chunked = chunked
@@ -389,14 +389,13 @@ class _FixedHead:
     )
 
     def __init__(self, minor: int, status: int, fields: _Fields) -> None:
-        kept, self.content_type, self.chunked, self.announced, options, self.load_report = fields
+        kept, self.content_type, self.encoded, self.chunked, self.announced, options, self.load_report = fields
         """`announced`: a Content-Length that `split_length` did not find."""
         self.status = status
         self.keep_alive = (minor == 1 or b"keep-alive" in options) and b"close" not in options
         """If the body has framing."""
         kept.append(b"")
         self.end_to_end = b"\r\n".join(kept)
-        self.encoded = b"content-encoding:" in self.end_to_end.lower()
         self.http10 = not minor
 
 
@@ -435,18 +434,19 @@ def split_field(line: bytes) -> tuple[bytes, bytes] | None:
     return name.lower(), value.strip(b" \t")
 
 
-_Fields: TypeAlias = tuple[list[bytes], bytes, bool, bytes | None, set[bytes] | frozenset[bytes], bytes]
+_Fields: TypeAlias = tuple[list[bytes], bytes, bool, bool, bytes | None, set[bytes] | frozenset[bytes], bytes]
 
 
 def _read_fields(lines: list[bytes]) -> _Fields:
     """Sort the field lines; `lines[0]` is the status line.
 
-    Returns the lines to pass on to the client, the Content-Type, whether the body is chunked, the Content-Length, what
-    Connection names (options, and hop-by-hop fields, in lower case), and the line of the load report.
+    Returns the lines to pass on to the client, the Content-Type, whether the body is encoded, whether it is chunked,
+    the Content-Length, what Connection names (options, and hop-by-hop fields, in lower case), and the line of the load
+    report.
     """
     kept: list[bytes] = []
     content_type = load_report = b""
-    chunked = False
+    chunked = encoded = False
     length: bytes | None = None
     options: set[bytes] | frozenset[bytes] = _NO_OPTIONS
     for line in lines[1:]:
@@ -458,6 +458,8 @@ def _read_fields(lines: list[bytes]) -> _Fields:
             kept.append(line)
             if name == b"content-type":
                 content_type = value.lower()
+            elif name == b"content-encoding":
+                encoded = encoded or value.lower() not in _NOT_ENCODED
         elif name == b"content-length":
             if length is not None or _LENGTH.fullmatch(value) is None:
                 raise ProtocolError("a bad or repeated Content-Length")
@@ -472,10 +474,11 @@ def _read_fields(lines: list[bytes]) -> _Fields:
             load_report = load_report or line + b"\r\n"
     if options and not options <= _USUAL_OPTIONS:
         kept = [line for line in kept if line.partition(b":")[0].lower() not in options]
-    return kept, content_type, chunked, length, options, load_report
+    return kept, content_type, encoded, chunked, length, options, load_report
 
 
 _NO_OPTIONS: Final[frozenset[bytes]] = frozenset()
+_NOT_ENCODED: Final = frozenset({b"", b"identity"})
 _USUAL_OPTIONS: Final = frozenset({b"close", b"keep-alive", b""})
 
 

@@ -14,17 +14,19 @@ does now; `proxy.exchange.steps` has the table. Its end, whatever it does, is in
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import ceil
 from typing import TypeVarTuple
 
 from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.requests.outcome import LbError, Outcome
-from lbproxy.core.requests.request import DECODE, PREFILL, InferenceRequest, Usage
+from lbproxy.core.requests.request import DECODE, PREFILL, InferenceRequest, Usage, estimated
 from lbproxy.core.requests.retry import STATUS_FAILURES, FailureKind, UpstreamError
-from lbproxy.core.requests.sse import find_response_id, read_usage
+from lbproxy.core.responses.sse import find_response_id
+from lbproxy.core.responses.usage import read_usage
 from lbproxy.net.connections.h1 import ResponseHead
 from lbproxy.net.connections.pool import Connection
 from lbproxy.net.connections.retry_after import retry_after_s
-from lbproxy.proxy.exchange.exchanger import LARGE_BODY_BYTES, expected_prompt_tokens, origin_of
+from lbproxy.proxy.exchange.exchanger import LARGE_BODY_BYTES, bytes_per_token, expected_prompt_tokens, origin_of
 from lbproxy.proxy.exchange.failures import NO_FAILURES, FailedAttempts, is_missing, refusal_after
 from lbproxy.proxy.exchange.lifetime import Lifetime
 from lbproxy.proxy.exchange.relay import Relay, can_continue, is_json
@@ -290,9 +292,11 @@ class Exchange(Lifetime):
         transport = self.client.transport
         if transport is not None and not transport.is_closing():
             transport.write(response)
-        usage = read_usage(body) if is_json(head) else None
+        usage = read_usage(body, native=self.request.route.is_native) if is_json(head) else None
         if usage is not None:
             usage = self._note_usage(ticket, usage)
+        if (usage is None or usage.completion_tokens is None) and self._generates and body:
+            usage = estimated(usage, ceil(len(body) / (1.0 if head.encoded else bytes_per_token(ticket))))
         if ticket.request.stores and head.status < 300 and (stored := find_response_id(body)) is not None:
             runtime.stores(ticket, stored)
         # The time of an error shows nothing of the endpoint's speed.
@@ -394,8 +398,26 @@ class Exchange(Lifetime):
         usage = relay.usage
         if usage is not None:
             usage = self._note_usage(ticket, usage)
+        if (usage is None or usage.completion_tokens is None) and self._generates:
+            usage = estimated(usage, relay.generated(bytes_per_token(ticket)))
         self._shared.runtime.close(ticket, result, usage, timed_out=relay.timed_out)
         self.finish(relay.client_reusable)
+
+    @property
+    def _generates(self) -> bool:
+        """Whether the response is text that a model writes, and not an error."""
+        return self.request.route.flatten is not None and self.record.status < 300
+
+    def _used_so_far(self) -> Usage | None:
+        """See Lifetime. The client left, or lbproxy cut it: what the endpoint wrote until then counts all the same."""
+        relay, ticket = self._work, self._ticket
+        if not isinstance(relay, Relay) or ticket is None or not self._generates:
+            return None
+        usage, generated = relay.usage, relay.generated(bytes_per_token(ticket))
+        if usage is not None:
+            usage = usage.resolved(expected_prompt_tokens(ticket))
+            generated = max(generated, usage.completion_tokens or 0)
+        return estimated(usage, generated) if generated else None
 
     def _note_usage(self, ticket: Ticket, usage: Usage) -> Usage:
         """Record the usage that the endpoint reported, with the complete prompt in it."""

@@ -78,6 +78,18 @@ def origin_of(ticket: Ticket) -> Origin:
     return Origin.parse(endpoint.base_url, endpoint.tls, endpoint.proxy)
 
 
+BYTES_PER_TOKEN: Final = 4.0
+"""Of text, at most: what clients send must not make tokens look larger."""
+
+
+def bytes_per_token(ticket: Ticket) -> float:
+    """About how many bytes of text a token has, as far as the prompt of a placed request shows that."""
+    request = ticket.request
+    if not request.prompt_bytes or request.media_tokens:
+        return BYTES_PER_TOKEN
+    return min(BYTES_PER_TOKEN, max(1.0, request.prompt_bytes / expected_prompt_tokens(ticket)))
+
+
 def expected_prompt_tokens(ticket: Ticket) -> float:
     """About how long the prompt of a placed request is."""
     if ticket.placement is not None:

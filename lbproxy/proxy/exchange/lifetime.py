@@ -19,7 +19,7 @@ from lbproxy.config.tree import Settings
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.requests.outcome import LbError, Outcome
-from lbproxy.core.requests.request import InferenceRequest
+from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.net.connections.pool import Connection
 from lbproxy.proxy.exchange.exchanger import Exchanger
 from lbproxy.proxy.exchange.relay import Client, Relay, end_after_head
@@ -71,6 +71,10 @@ class Lifetime(ABC):
     @abstractmethod
     def _refuse(self, error: LbError) -> bool:
         """Send an error; nothing went to the client yet. Returns whether its connection can be used again."""
+
+    @abstractmethod
+    def _used_so_far(self) -> Usage | None:
+        """What the response that is relayed now has used; None: there is none."""
 
     @abstractmethod
     def _ended(self, reusable: bool) -> None:
@@ -153,6 +157,7 @@ class Lifetime(ABC):
         return work
 
     def _abandon(self, outcome: Outcome) -> None:
+        usage = self._used_so_far()
         self._release_work()
         if self._ticket is not None:
-            self._shared.runtime.close(self._ticket, outcome)
+            self._shared.runtime.close(self._ticket, outcome, usage)

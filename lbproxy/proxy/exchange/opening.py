@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from lbproxy.core.requests.sse import EventScanner
+from lbproxy.core.responses.sse import EventScanner
 
 MAX_HELD_BYTES: Final = 256 << 10
 """`response.created` repeats the instructions and tools of the request."""

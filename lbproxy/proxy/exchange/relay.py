@@ -33,6 +33,7 @@ import asyncio
 import socket
 import struct
 from enum import Enum
+from math import ceil
 from typing import Final, Protocol
 
 from lbproxy.core.observed.record import RequestRecord
@@ -41,7 +42,7 @@ from lbproxy.core.requests.openai import error_event
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.request import DECODE, Usage
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
-from lbproxy.core.requests.sse import EventScanner, IdScanner, JsonWatcher, UsageScanner
+from lbproxy.core.responses.sse import BodyScanner, EventScanner, IdScanner
 from lbproxy.net.connections.h1 import PayloadWatcher, ResponseHead
 from lbproxy.net.connections.pool import Connection
 from lbproxy.proxy.exchange.opening import Opening
@@ -134,13 +135,14 @@ class Relay(PayloadWatcher):
     """One response: the net.connections.pool.Receiver of its body."""
 
     __slots__ = (
+        "_body",
         "_chunked",
-        "_completeness",
         "_connection",
         "_content_began",
         "_head",
         "_head_timer",
         "_ids",
+        "_judges_end",
         "_opening",
         "_owner",
         "_progress_at",
@@ -150,7 +152,6 @@ class Relay(PayloadWatcher):
         "_scanner",
         "_ticket",
         "_transport",
-        "_usage",
         "_verbatim",
         "client_reusable",
         "revocable",
@@ -203,23 +204,31 @@ class Relay(PayloadWatcher):
         ends_by_close = not head.chunked and head.length is None
         self.client_reusable = turn.keep_alive and not http10 and not ends_by_close
         is_stream = b"text/event-stream" in head.content_type
-        skip = turn.request.route.skips_preamble
-        self._scanner = EventScanner(watch_finish=ends_by_close, skip_preamble=skip) if is_stream else None
+        route = turn.request.route
+        self._scanner = (
+            EventScanner(
+                watch_finish=ends_by_close,
+                skip_preamble=route.skips_preamble,
+                measures=route.flatten is not None,
+                native=route.is_native,
+            )
+            if is_stream and not head.encoded
+            else None
+        )
+        self._body = BodyScanner(native=route.is_native) if is_json(head) and not is_stream else None
+        self._judges_end = ends_by_close and (self._scanner is not None or self._body is not None)
+        """Whether a body that only a closed connection ends is complete can be told from it."""
         is_second = self._ticket.request.leg == DECODE and self._ticket.prefill is None
-        self._opening = Opening(holds=is_second, events=turn.request.route.role_events)
+        self._opening = Opening(holds=is_second, events=route.role_events)
         self._ids = IdScanner() if self._ticket.request.stores and head.status < 300 else None
-        self._usage = UsageScanner() if is_stream or is_json(head) else None
-        self._completeness: EventScanner | JsonWatcher | None = None
-        """Finds out whether a body that only a closed connection ends is complete."""
-        if ends_by_close:
-            self._completeness = self._scanner or (JsonWatcher() if is_json(head) else None)
         self._record.status = head.status
         if head_sent_by is not None:
             self._enter(Stage.HEAD_SENT)
             self.client_reusable = head_sent_by.client_reusable  # as in its head
         else:
             self._opening.head = client_head(head, own_fields, chunked=self._chunked, keep_alive=self.client_reusable)
-        watcher = self if self._usage or self._completeness or self._ids or not self._verbatim else None
+        reads = self._scanner is not None or self._body is not None or self._ids is not None
+        watcher = self if reads or not self._verbatim else None
         connection.relay(head, self, watcher)
         if self._connection is None:
             return
@@ -234,14 +243,12 @@ class Relay(PayloadWatcher):
 
     def feed(self, data: bytes, start: int, end: int) -> None:
         """The next piece of payload."""
-        scanner, usage = self._scanner, self._usage
-        if scanner is None or usage is None or not scanner.is_token(data, start, end, usage):
-            if scanner is not None:
+        scanner = self._scanner
+        if scanner is not None:
+            if not scanner.is_token(data, start, end):
                 scanner.feed(data, start, end)
-            elif self._completeness is not None:
-                self._completeness.feed(data, start, end)
-            if usage is not None:
-                usage.feed(data, start, end)
+        elif self._body is not None:
+            self._body.feed(data, start, end)
         if self._ids is not None:
             self._look_for_id(self._ids, data, start, end)
         if not self._verbatim:
@@ -282,7 +289,7 @@ class Relay(PayloadWatcher):
     def ended(self) -> None:
         """The message is complete; if only the closed connection says so, check it."""
         self._connection = None
-        if self._completeness is not None and not self._completeness.is_complete:
+        if self._judges_end and not self._seems_complete:
             self.broke(
                 UpstreamError(FailureKind.RESET, "the body was ended by closing the connection, and is incomplete")
             )
@@ -444,9 +451,26 @@ class Relay(PayloadWatcher):
         return 0 if self._scanner is None else self._scanner.events
 
     @property
+    def _seems_complete(self) -> bool:
+        if self._scanner is not None:
+            return self._scanner.is_complete
+        return self._body is None or self._body.is_complete
+
+    @property
     def usage(self) -> Usage | None:
         """The usage that the endpoint reported so far."""
-        return None if self._usage is None else self._usage.usage
+        if self._scanner is not None:
+            return self._scanner.usage
+        return None if self._body is None else self._body.usage
+
+    def generated(self, bytes_per_token: float) -> int:
+        """About how many tokens the endpoint has written so far, by what it sent: at least one for each event."""
+        scanner = self._scanner
+        if scanner is not None:
+            return max(scanner.events - scanner.preamble_events, ceil(scanner.text_bytes / bytes_per_token))
+        if self._body is not None:
+            return ceil(self._body.size / bytes_per_token)
+        return self._record.response_bytes  # compressed, a token has about one byte
 
     def _count(self) -> None:
         if self._scanner is not None:

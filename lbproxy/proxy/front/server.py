@@ -38,7 +38,7 @@ from lbproxy.proxy.front.turn import Turn
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.forwarding import may_forward
 from lbproxy.proxy.request.handshake import read_handshake
-from lbproxy.proxy.request.headers import SWITCHES, origin_form, read_request_fields
+from lbproxy.proxy.request.headers import SWITCHES, asking_as_it_is, origin_form, read_request_fields
 from lbproxy.proxy.request.own_responses import models_body
 from lbproxy.proxy.request.reading import has_form, has_json
 from lbproxy.proxy.request.routes import ADAPTERS, HEALTH, HEALTH_PATH, Route, find_route
@@ -334,6 +334,8 @@ class FrontEnd(web.Server):
             turn.respond(200, b"{}", allow=", ".join(sorted(route.methods)))
             return
         body = await read_body(request, fields, route, turn, self.overload)
+        if route.is_inference:
+            fields.forward = asking_as_it_is(fields.forward)
         http10 = request.version == (1, 0)
         read = ClientRequest(request.method, target, route, fields, body, credentials, http10, trace)
         if route is ADAPTERS:

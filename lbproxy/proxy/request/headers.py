@@ -73,7 +73,7 @@ HOST: Final = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|(?:[A-Za-z0-9\-._~!$&'()*+;=]|
 _MEANINGFUL: Final = (
     NOT_FORWARDED
     | (CREDENTIALS | HINTS | FORWARDED | TRACE_FIELDS)
-    | {b"content-type", b"content-encoding", b"via", b"max-forwards"}
+    | {b"accept-encoding", b"content-type", b"content-encoding", b"via", b"max-forwards"}
 )
 _PRIORITY: Final = re.compile(rb"-?[0-9]{1,3}")
 TIER: Final = re.compile(rb"[1-9]")
@@ -84,6 +84,8 @@ _TARGET: Final = re.compile(r"/[!\"$-~]*")  # ASCII without white space and frag
 REPLACES_CORS: Final = "Vary: Origin\r\n"
 """The first of lbproxy's own field lines where they replace an endpoint's about origins (proxy/request/cors.py): a
 browser refuses two of them."""
+AS_IT_IS: Final = b": identity"
+_ACCEPT_ENCODING: Final = re.compile(rb"^(accept-encoding):[^\n]*(?=\r\n)", re.IGNORECASE | re.MULTILINE)
 _CORS_LINES: Final = re.compile(rb"^access-control-[^\n]*\n", re.IGNORECASE | re.MULTILINE)
 
 _PHRASES: Final = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
@@ -198,6 +200,13 @@ def read_request_fields(raw: Iterable[tuple[bytes, bytes]], *, http10: bool = Fa
         piles = tuple(_without(nominated, parts) for parts in piles)
     fields.forward, fields.credentials, fields.trace, fields.forwarded, _ = map(b"".join, piles)
     return fields
+
+
+def asking_as_it_is(forward: bytes) -> bytes:
+    """The field lines, with `identity` in place of the encodings that a client accepts (RFC 9110, section 12.5.3): what
+    cannot be read cannot be counted. See docs/decisions/0055.
+    """
+    return _ACCEPT_ENCODING.sub(rb"\1" + AS_IT_IS, forward)
 
 
 def _pile(key: bytes) -> int:

@@ -16,7 +16,7 @@ import orjson
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.outline import cost
 from lbproxy.core.requests.request import Usage
-from lbproxy.core.requests.sse import read_usage
+from lbproxy.core.responses.usage import read_usage
 
 MAX_COST: Final = 4_000_000
 """Of a body that is split (see `core.requests.outline`): it is parsed and written again at once, in some 10 ms."""

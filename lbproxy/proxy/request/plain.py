@@ -19,6 +19,7 @@ from lbproxy.core.observed.trace import TRACE_FIELDS
 from lbproxy.net.connections.h1 import split_field, split_length
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.headers import (
+    AS_IT_IS,
     CREDENTIALS,
     FORWARDED,
     HINTS,
@@ -112,6 +113,8 @@ def _read_fields(lines: list[bytes]) -> RequestFields | None:  # noqa: PLR0912 -
         if name not in _SPECIAL:
             if name == b"via":
                 fields.via += value + b","
+            if name == b"accept-encoding":
+                line = line[: len(name)] + AS_IT_IS  # noqa: PLW2901 - as `asking_as_it_is` does
             if not name.startswith(OURS):
                 forward.append(line)
             continue

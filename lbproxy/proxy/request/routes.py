@@ -59,6 +59,8 @@ class Route(NamedTuple):
     is_inference: bool = True
     """Its POST requests name a model, which is required, or inserted where only one is served; and they may be retried,
     as they change nothing. For other routes neither is known: files and batches, or the cancelling of a response."""
+    is_native: bool = False
+    """An engine's own API: usage is reported in its own way."""
 
 
 _PASSED_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -85,9 +87,9 @@ _ROUTES = {
     "/v1/embeddings": Route("embeddings", Body.JSON, _POST),
     "/v1/responses": Route("responses", Body.BY_TYPE, _PASSED_METHODS, flatten=responses_prompt, skips_preamble=True),
     "/v1/messages": Route("messages", Body.BY_TYPE, _PASSED_METHODS, flatten=messages_prompt, skips_preamble=True),
-    "/generate": Route("generate", Body.BY_TYPE, _PASSED_METHODS, flatten=generate_prompt),
-    "/completion": Route("completion", Body.BY_TYPE, _PASSED_METHODS, flatten=completion_prompt),
-    "/infill": Route("infill", Body.BY_TYPE, _PASSED_METHODS, flatten=infill_prompt),
+    "/generate": Route("generate", Body.BY_TYPE, _PASSED_METHODS, flatten=generate_prompt, is_native=True),
+    "/completion": Route("completion", Body.BY_TYPE, _PASSED_METHODS, flatten=completion_prompt, is_native=True),
+    "/infill": Route("infill", Body.BY_TYPE, _PASSED_METHODS, flatten=infill_prompt, is_native=True),
     "/v1/realtime": Route("realtime", Body.BY_TYPE, _PASSED_METHODS),
     **{
         f"/{name}": Route(name, Body.BY_TYPE, _PASSED_METHODS)

@@ -9,7 +9,8 @@ import contextlib
 import pytest
 import uvloop
 
-from lbproxy.core.requests.sse import EventScanner, UsageScanner
+from lbproxy.core.responses.sse import EventScanner
+from lbproxy.core.responses.usage import StreamUsage
 from lbproxy.net.connections.h1 import ChunkedFraming
 from lbproxy.net.connections.pool import ConnectionPool
 from lbproxy.proxy.exchange.exchange import Exchange
@@ -22,7 +23,7 @@ from tests.support.rig import RUNTIME, post, rig
 POINTS = [
     *((Relay, name) for name in ("body", "feed", "_write", "_report_progress", "ended", "_finish", "_count")),
     *((Relay, name) for name in ("pause", "_write_first", "_is_refusal", "_release_head")),
-    *((EventScanner, "feed"), (UsageScanner, "feed"), (ChunkedFraming, "feed"), (ConnectionPool, "keep")),
+    *((EventScanner, "feed"), (StreamUsage, "feed"), (ChunkedFraming, "feed"), (ConnectionPool, "keep")),
     *((Exchange, name) for name in ("relayed", "committed", "_note_usage", "_enter", "finish")),
     *((RUNTIME, name) for name in ("progress", "first_byte", "close", "emit")),
 ]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lbproxy.core.requests.sse import read_usage
+from lbproxy.core.responses.usage import read_usage
 from lbproxy.proxy.request.legs import KV_PARAMS, NIXL_FIRST, Bodies, first_usage, nixl_second
 
 RECORDED = Path(__file__).parents[2] / "fixtures" / "http" / "vllm-0.32.0-nixl"

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ways by which clients made their tokens count less, through sockets: a flow's minute, an endpoint's minute and
+its day count what the server generated. `tests.security.test_counted_tokens` has a thousand more of their kind.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.support.aio import run, until
+from tests.support.endpoint import LAST, STREAM_HEAD, Received, Script, ScriptedEndpoint, Wire, answer, chunk
+from tests.support.rig import Rig, post, rig
+
+Json = dict[str, Any]
+PROMPT, WRITTEN = 100, 3000
+TEXT = "tell " * PROMPT
+COUNTS = {"prompt_tokens": PROMPT, "completion_tokens": WRITTEN}
+INPUTS = {"input_tokens": PROMPT, "output_tokens": WRITTEN}
+NOTHING = {"prompt_tokens": 0, "completion_tokens": 0, "input_tokens": 0, "output_tokens": 0}
+LIMIT = 60
+"""Tokens a minute: one a second comes back while a test runs."""
+
+
+class Form(NamedTuple):
+    """What a client asks for, and how the server responds."""
+
+    path: str
+    body: Json
+    script: Script
+    more: str = ""
+    generated: int = PROMPT + WRITTEN
+    most: float = 1.3
+    """As a multiple of that."""
+    leaves_after: int = 0
+    """The client leaves once it has so many bytes."""
+
+
+def plain(said: Json) -> bytes:
+    return answer(json.dumps(said).encode())
+
+
+def event(said: Json, name: str = "") -> bytes:
+    return (f"event: {name}\n" if name else "").encode() + b"data: " + json.dumps(said).encode() + b"\n\n"
+
+
+def token(text: str = "word", **more: object) -> bytes:
+    return event({"id": "c", "choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None}], **more})
+
+
+def stream(events: Sequence[bytes], *, ends: bool = True, coded: bool = False, stays: bool = False) -> Script:
+    """Events, each in a chunk. `coded`: compressed where the client accepts it, or always if it cannot be refused."""
+
+    async def script(wire: Wire, request: Received) -> None:
+        head, sent = STREAM_HEAD, list(events)
+        if coded and "gzip" in (request.field("accept-encoding") or ""):
+            head = head.replace(b"\r\n\r\n", b"\r\nContent-Encoding: gzip\r\n\r\n")
+            sent = [gzip.compress(b"".join(events))]
+        await wire.send(head + b"".join(map(chunk, sent)) + (LAST if ends else b""))
+        if stays:
+            await wire.watch()
+        elif not ends:
+            wire.close()
+
+    return script
+
+
+def coded(body: bytes) -> Script:
+    """A body that is compressed where the client accepts it."""
+
+    async def script(wire: Wire, request: Received) -> None:
+        accepts = "gzip" in (request.field("accept-encoding") or "")
+        await wire.send(answer(gzip.compress(body), more="Content-Encoding: gzip\r\n") if accepts else answer(body))
+
+    return script
+
+
+def stubborn(body: bytes, kind: str = "application/json") -> bytes:
+    """A body that is compressed whatever the client accepts."""
+    return answer(gzip.compress(body), kind=kind, more="Content-Encoding: gzip\r\n")
+
+
+def responses(**echoed: object) -> Json:
+    return {"id": "resp_1", "output": [], "usage": INPUTS, **echoed}
+
+
+def completed(**echoed: object) -> bytes:
+    return event({"response": responses(**echoed), "type": "response.completed"}, "response.completed")
+
+
+CHAT: Json = {"model": "m", "messages": [{"role": "user", "content": TEXT}]}
+STREAM: Json = {**CHAT, "stream": True}
+RESPONSE: Json = {"model": "m", "input": TEXT, "user": "usage"}
+DELTA = event({"type": "response.output_text.delta", "delta": "word"}, "response.output_text.delta")
+USAGE = event({"id": "c", "choices": [], "usage": COUNTS})
+DONE = b"data: [DONE]\n\n"
+WORDS = [token()] * WRITTEN
+WHOLE = json.dumps({"choices": [{"message": {"content": "word" * WRITTEN}}]}).encode()
+ACCEPT = "Accept-Encoding: gzip, deflate\r\n"
+FORGED = json.dumps({"usage": NOTHING})
+FORMS = {
+    "user": Form("/v1/responses", RESPONSE, plain(responses(user="usage"))),
+    "user, in a stream": Form(
+        "/v1/responses",
+        RESPONSE | {"stream": True},
+        stream([DELTA, completed(user="usage", metadata={"usage": NOTHING})]),
+    ),
+    "metadata": Form("/v1/responses", RESPONSE, plain(responses(metadata={"usage": NOTHING, "response": FORGED}))),
+    "text": Form("/v1/chat/completions", CHAT, plain({"usage": COUNTS, "choices": [{"message": {"content": FORGED}}]})),
+    "a key": Form("/v1/chat/completions", CHAT, plain({"usage": COUNTS, "x": {"usage": NOTHING}, "user": '"usage":'})),
+    "a token": Form(
+        "/v1/completions",
+        {"model": "m", "prompt": TEXT, "logprobs": 5},
+        plain({"usage": COUNTS, "choices": [{"logprobs": {"top_logprobs": [{"usage": -0.1}], "tokens": ["usage"]}}]}),
+    ),
+    "null afterwards": Form("/v1/chat/completions", STREAM, stream([token(), USAGE, token("", usage=None), DONE])),
+    "no usage": Form("/v1/chat/completions", STREAM, stream([*WORDS, DONE])),
+    "usage in tokens": Form("/v1/chat/completions", STREAM, stream([token('"usage":{}')] * WRITTEN), most=3.0),
+    "joined tokens": Form("/v1/chat/completions", STREAM, stream([token("word" * 500)] * 6)),
+    "accepts gzip": Form("/v1/chat/completions", CHAT, coded(json.dumps({"usage": COUNTS}).encode()), ACCEPT),
+    "accepts gzip, in a stream": Form("/v1/chat/completions", STREAM, stream([*WORDS, USAGE], coded=True), ACCEPT),
+    "accepts gzip, elsewhere": Form("/v1/messages", CHAT, coded(json.dumps({"usage": INPUTS}).encode()), ACCEPT),
+    "compressed all the same": Form("/v1/chat/completions", CHAT, stubborn(WHOLE), generated=PROMPT + 40),
+    "compressed, in a stream": Form(
+        "/v1/chat/completions", STREAM, stubborn(b"".join(WORDS), "text/event-stream"), generated=PROMPT + 50, most=30.0
+    ),
+    "identity": Form(
+        "/v1/chat/completions",
+        CHAT,
+        answer(json.dumps({"usage": COUNTS}).encode(), more="Content-Encoding: Identity\r\n"),
+    ),
+    "no usage in a body": Form("/v1/chat/completions", CHAT, answer(WHOLE)),
+    "no JSON": Form("/v1/chat/completions", CHAT, answer(WHOLE, kind="text/plain")),
+    "a server that breaks": Form("/v1/chat/completions", STREAM, stream(WORDS, ends=False)),
+    "a client that leaves": Form(
+        "/v1/chat/completions", STREAM, stream(WORDS, ends=False, stays=True), leaves_after=len(b"".join(WORDS))
+    ),
+    "several tokens until it leaves": Form(
+        "/v1/chat/completions", STREAM, stream([token("word" * 500)] * 6, stays=True, ends=False), leaves_after=12_000
+    ),
+    "sglang": Form("/generate", {"text": TEXT}, plain({"text": "usage", "meta_info": COUNTS | {"id": "usage"}})),
+    "llama.cpp": Form(
+        "/completion", {"prompt": TEXT}, plain({"tokens_predicted": WRITTEN, "tokens_evaluated": PROMPT})
+    ),
+    "embeddings": Form(
+        "/v1/embeddings",
+        {"model": "m", "input": TEXT, "user": "usage"},
+        plain({"data": [[0.1] * 5000], "usage": {"prompt_tokens": PROMPT}, "user": "usage"}),
+        generated=PROMPT,
+    ),
+    "embeddings without usage": Form(
+        "/v1/embeddings", {"model": "m", "input": TEXT}, plain({"data": [[0.1] * 5000]}), generated=PROMPT, most=2.0
+    ),
+}
+
+
+def counted(it: Rig) -> list[float]:
+    """Of the flow's minute, the endpoint's minute and its day."""
+    now = it.runtime.now()
+    state = it.balancer.endpoints.get(it.endpoints[0].uid)
+    assert state is not None
+    assert state.allowance is not None
+    use = state.allowance.use(now)
+    assert use.day is not None
+    flow = next(one for one in it.balancer._flows if one.name == "anonymous")
+    return [flow.used(now)[1], use.tokens, sum(use.day.amounts)]
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "round-robin"])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_what_was_generated_counts(form: Form, policy: str) -> None:
+    async def main() -> None:
+        own = f"tokens_per_minute: {LIMIT}, tokens_per_day: 1000000"
+        more = f"routing: {{policy: {policy}}}\nflows: {{default: {{tokens_per_minute: {LIMIT}}}}}"
+        async with ScriptedEndpoint(form.script) as endpoint, rig((endpoint.url, own), more=more) as it:
+            client = await it.connect()
+            client.send(post(json.dumps(form.body).encode(), form.path, form.more))
+            if form.leaves_after:
+                got = 0
+                while got < form.leaves_after:
+                    got += len(await client.reader.read(1 << 16))
+                client.writer.transport.abort()
+            else:
+                await client.head()
+            await until(lambda: bool(it.records.requests), "it is over")
+            await it.settle()
+            for what, used in zip(("flow", "minute", "day"), counted(it), strict=True):
+                assert 0.95 * form.generated - 3 <= used <= form.most * form.generated + 60, (what, used)
+
+    run(main())
