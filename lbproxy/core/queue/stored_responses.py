@@ -5,8 +5,9 @@ Only the server that stored a response (`/v1/responses`, or a chat with `store`)
 (`previous_response_id`) or are about it (GET, cancel, DELETE) must go there, even while that server drains. No other
 requests are pinned. This remembers the endpoint, with the keys of the prompt, with which the next prompt begins.
 
-Bounded: the least recently used response is forgotten first, and each after `KEPT_S`. Requests about other responses
-are placed like any other, and retried elsewhere if an endpoint does not have the response.
+The first endpoint that is known to store an id keeps it. Bounded: the least recently used response is forgotten first,
+and each after `KEPT_S`. Requests about other responses are placed like any other, and retried elsewhere if an endpoint
+does not have the response.
 """
 
 from __future__ import annotations
@@ -52,7 +53,14 @@ class StoredResponses:
         return len(self._stored)
 
     def remember(self, response_id: str, uid: EndpointUid, request: InferenceRequest, *, now: float) -> None:
-        """Note that this endpoint stores the response to `request` under this id."""
+        """Note that this endpoint stores the response to `request` under this id.
+
+        Not if another is known to: engines let a client choose the id of its response, and it could choose that of
+        another client's response, which would not be found any more.
+        """
+        known = self._stored.get(response_id)
+        if known is not None and known.uid != uid and now < known.until:
+            return
         noted = self.note(response_id, uid, request.prompt_bytes, request.block_keys, now=now)
         if self.told is not None:
             self.told(response_id, noted)

@@ -7,6 +7,8 @@ import re
 from functools import lru_cache
 from typing import Final, NamedTuple
 
+import orjson
+
 from lbproxy.core.endpoints.credentials import ApiKey, Tls
 from lbproxy.core.endpoints.endpoint import Endpoint
 from lbproxy.core.engines.orca import REQUEST_HEADER
@@ -28,14 +30,23 @@ _RANK_LINES: Final = re.compile(rb"(?im)^x-data-parallel-rank:[^\r\n]*\r\n")
 
 _ELSEWHERE: Final = re.compile(rb"(?im)^(?:x-data-parallel-rank|cookie|api-key|x-goog-api-key):[^\r\n]*\r\n")
 """Fields for one's own servers, and credentials beside `CREDENTIALS`: no endpoint above tier 1 gets them."""
-_RANK_GONE: Final = re.compile(rb"dp_rank|data_parallel_rank")
+_RANK_GONE: Final = re.compile(r"(?:routed_)?(?:dp_rank|data_parallel_rank)[ =]\d+ (?:is )?out of range")
 _MAX_ERROR_BYTES: Final = 4096
 
 
 def rank_is_gone(endpoint: Endpoint, body: bytes) -> bool:
-    """Whether a 400 with this body refuses the rank that `endpoint` is: vLLM 0.32 and SGLang 0.5.23 name it."""
-    refused = endpoint.rank is not None and len(body) <= _MAX_ERROR_BYTES and b"out of range" in body
-    return refused and _RANK_GONE.search(body) is not None
+    """Whether a 400 with this body refuses the rank that `endpoint` is: vLLM 0.32 and SGLang 0.5.23 name it at the
+    beginning of the message. What follows may repeat what the client sent.
+    """
+    if endpoint.rank is None or len(body) > _MAX_ERROR_BYTES:
+        return False
+    try:
+        said = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return False
+    error = said.get("error", said) if isinstance(said, dict) else None
+    message = error.get("message") if isinstance(error, dict) else None
+    return isinstance(message, str) and _RANK_GONE.match(message) is not None
 
 
 class ClientRequest(NamedTuple):

@@ -34,6 +34,19 @@ def test_what_is_about_a_response_goes_to_its_owner_however_busy_that_is() -> No
     assert balancer.submit(request(), now=1.0).placed_state.endpoint != endpoints[2]
 
 
+def test_nobody_takes_over_a_response_by_its_id() -> None:
+    """vLLM takes the id of a response from the request, so that a client can choose another's."""
+    balancer, endpoints = pool_of(3)
+    stored_at(balancer, endpoints[0])
+    stored_at(balancer, endpoints[1])
+    assert balancer.submit(about("resp_1"), now=1.0).placed_state.endpoint == endpoints[0]
+    found = balancer.stored_responses.find("resp_1", now=1.0)
+    assert found is not None
+    later = found.until + 1.0
+    balancer.stored_responses.remember("resp_1", endpoints[1].uid, request(), now=later)
+    assert balancer.submit(about("resp_1"), now=later).placed_state.endpoint == endpoints[1], "it was forgotten"
+
+
 def test_an_owner_that_drains_still_has_its_responses() -> None:
     balancer, endpoints = pool_of(2)
     stored_at(balancer, endpoints[0])

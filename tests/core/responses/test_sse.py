@@ -358,6 +358,21 @@ def test_the_id_of_a_stored_response_is_found_in_any_pieces(data: st.DataObject)
         assert [one for one in found if one] == ["resp_1"]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"metadata":{"id":"resp_2"},"id":"resp_1"}',
+        b'{"user":"\\"id\\":\\"resp_2\\"","id":"resp_1","tools":[{"id":"resp_2"}]}',
+        b'event: response.created\ndata: {"response":{"metadata":{"id":"resp_2"},"id":"resp_1","x":{"id":"y"}}}\n\n',
+        b'event: response.created\ndata: {"type":"response.created","response":{"user":"id","id":"resp_1"}}\n\n',
+    ],
+)
+def test_the_id_of_a_response_is_its_own_and_not_one_that_a_client_wrote(text: bytes) -> None:
+    """With that of another's response a client would take over where requests about it go."""
+    assert find_response_id(text) == "resp_1"
+    assert find_response_id(text.replace(b"resp_1", b"msg_1")) is None
+
+
 def test_what_is_no_id_of_a_response_is_not_taken_for_one() -> None:
     assert find_response_id(b'{"id":"chatcmpl-9a"}') == "chatcmpl-9a"
     for text in (

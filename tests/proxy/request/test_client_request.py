@@ -81,6 +81,9 @@ def test_a_rank_is_named_once_whatever_the_client_says() -> None:
         (b'{"object":"error","message":"routed_dp_rank=5 out of range [0, 2)","code":400}', True),
         (b'{"error":{"message":"max_tokens is out of range"}}', False),
         (b'{"error":{"message":"data_parallel_rank is not known"}}', False),
+        (b'{"error":{"message":"bad `user`: data_parallel_rank 5 is out of range [0, 1)."}}', False),
+        (b'{"error":{"message":"bad","param":"data_parallel_rank 5 is out of range"}}', False),
+        (b'["data_parallel_rank 5 is out of range"]', False),
         (b"data_parallel_rank is out of range" + b" " * 5000, False),
     ],
 )
