@@ -177,7 +177,8 @@ class StreamUsage:
         at = data.find(USAGE_KEY, start, complete)
         while at >= 0:
             until = data.find(b"\n", at, complete)
-            self._read_line(data[max(start, data.rfind(b"\n", start, at) + 1) : until])
+            begin = max(start, data.rfind(b"\n", start, at) + 1)
+            self._read_line(data[begin:until])
             at = data.find(USAGE_KEY, until, complete)
         if complete < end:
             self._walk = JsonWalk(b"usage")
