@@ -385,7 +385,7 @@ def test_which_models_only_the_endpoint_to_be_drained_takes(others: list[dict[st
 
 
 def test_without_an_id_the_last_request_is_explained() -> None:
-    found = {"decisions": [{"id": "the/last"}, {"id": "before"}]}
+    found = {"decisions": [{"engine_id": "the/last"}, {"engine_id": "before"}]}
     asked = []
 
     def answer(request: httpx.Request) -> httpx.Response:

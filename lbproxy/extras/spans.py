@@ -154,7 +154,7 @@ def _request(record: RequestRecord) -> _Facts:
             "http.response.status_code": record.status or _STATUS[record.outcome] or None,
             "lbproxy.request_bytes": record.request_bytes,
             "client.address": record.client or None,
-            "lbproxy.request_id": record.id,
+            "lbproxy.request_id": record.request_id,
             "lbproxy.outcome": record.outcome.label,
             "lbproxy.attempts": record.attempts,
             "lbproxy.endpoint": record.endpoint,

@@ -41,7 +41,7 @@ def explain(client: AdminClient, console: Console, request_id: str | None, *, as
         ended = client.get("decisions")["decisions"]
         if not ended:
             raise AdminError("no request has ended yet, or none is remembered (`explain.requests`)")
-        request_id = ended[0]["id"]
+        request_id = ended[0]["engine_id"]
     found = client.get("decisions", str(request_id))
     if as_json:
         console.print_json(json.dumps(found))

@@ -120,13 +120,6 @@ CASES = [
     ),
     SeenCase("HTTP/1.0 becomes the gateway's own version", "9112 2.3", http(LENGTH, first=LINE[:-1] + "0")),
     SeenCase(
-        "a client's x-request-id passes",
-        "docs",
-        http(LENGTH, "x-request-id: mine-1"),
-        [("x-request-id", ["mine-1"])],
-        own=True,
-    ),
-    SeenCase(
         "a client never chooses the endpoint",
         "docs",
         http(LENGTH, "x-gateway-destination-endpoint: 10.0.0.9:80"),

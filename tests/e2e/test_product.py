@@ -121,7 +121,7 @@ def test_every_request_leaves_one_log_line(product: tuple[Process, str, str]) ->
     ids = [f"log-{n}" for n in range(3)]
     for request_id, body in zip(ids, ({"model": "sim", "prompt": "secret"}, {"model": "no"}, {}), strict=True):
         httpx.post(f"{url}/v1/completions", json=body, headers={"x-request-id": request_id})
-    run(until(lambda: process.read().count('"log-') == 3, "three lines"))
+    run(until(lambda: process.read().count('"id":"log-') == 3, "three lines"))
     lines = [line for line in process.lines("request") if line["id"] in ids]
     assert len(lines) == 3
     assert {line["id"]: line["status"] for line in lines} == dict(zip(ids, (200, 404, 400), strict=True))

@@ -108,7 +108,7 @@ def places(text: str) -> Iterator[bytes]:
 
 
 OURS = (
-    rb"x-request-id: [A-Za-z0-9._:/+=@-]{1,128}",
+    rb"x-request-id: [A-Za-z0-9._:/+=@-]{1,145}",
     rb"x-gateway-destination-endpoint: 127\.0\.0\.1:\d+",
     rb"Host: 127\.0\.0\.1:\d+",
     rb"X-Forwarded-For: (.*, )?127\.0\.0\.1",

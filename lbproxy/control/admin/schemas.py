@@ -207,6 +207,7 @@ _POINT = record(
 
 _REQUEST = record(
     id=TEXT,
+    engine_id=TEXT,
     at=STAMP,
     model=_maybe(TEXT),
     stream=FLAG,

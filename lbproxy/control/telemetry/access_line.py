@@ -114,7 +114,7 @@ def access_line(record: RequestRecord, at: bytes) -> bytes:
     return b'{"time":"%b%b%b%b%b,"response_bytes":%b,"events":%b,"queue_ms":%b,"ttfb_ms":%b,"duration_ms":%b%b' % (
         at,
         words,
-        record.id.encode("ascii"),
+        record.request_id.encode("ascii"),
         facts,
         _number(record.request_bytes),
         _number(record.response_bytes),
@@ -130,6 +130,8 @@ def _more(record: RequestRecord) -> bytes:
     """What few lines have, and the line's end."""
     key, flow = record.key, record.flow
     more = "" if key is None else f',"key":{_quoted(key, MAX_FIELD_CHARS)}'
+    if "-" in record.id and record.attempts and record.id != record.request_id:
+        more += f',"engine_id":"{record.id}"'
     if record.prefill is not None:
         took = "null" if record.prefill_s is None else _milliseconds(record.prefill_s).decode("ascii")
         more += f',"prefill":{_quoted(record.prefill, MAX_FIELD_CHARS)},"prefill_ms":{took}'

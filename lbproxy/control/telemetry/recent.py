@@ -44,6 +44,8 @@ DRAINING: Final = "draining"
 """Stands among the states of health in a list of transitions."""
 PREFIX: Final = re.compile("^(?:chat)?cmpl-")
 """vLLM's, before the `x-request-id` that came with the request: the id of its response."""
+ATTEMPT: Final = re.compile("[.][0-9]{1,3}$")
+"""See `RequestRecord.attempt_id`."""
 WAITS: Final[dict[Wait, str]] = {
     Wait.HELD: "its best endpoint was full, and others were not",
     Wait.BUSY: "every endpoint had more than a quarter of a second of queued work",
@@ -113,16 +115,19 @@ class Recent:
         return [_summary(one, offset) for one in islice(chosen, limit)]
 
     def explain(self, request_id: str) -> Fields | None:
-        """All that is known of one request, also of one that runs or waits; of several that have this id, of the
-        newest. `request_id`: also the id of its response, if the engine makes that of the request's.
+        """All that is known of one request, also of one that runs or waits. `request_id`: as an engine knows it; or as
+        its client does, of several the newest.
         """
-        made_of = PREFIX.sub("", request_id)
-        for running, records in ((True, self._running()), (False, reversed(self._kept))):
-            for record in records:
-                says = record.decision is not None or (record.wait is not None and record.placed_at is None)
-                if record.id in {request_id, made_of} and (says or not running):
-                    return _explained(record, time.time() - self._now(), self._now(), running=running)
-        return None
+        whole = {request_id, ATTEMPT.sub("", request_id)}
+        ids = {*whole, *(PREFIX.sub("", one) for one in whole)}
+        running = [one for one in self._running() if _says_something(one)]
+        known = [*running, *reversed(self._kept)]
+        found = next((at for at, one in enumerate(known) if one.id in ids), -1)
+        if found < 0:
+            found = next((at for at, one in enumerate(known) if one.request_id == request_id), -1)
+        if found < 0:
+            return None
+        return _explained(known[found], time.time() - self._now(), self._now(), running=found < len(running))
 
     def by_endpoint(self) -> dict[str, Fields]:
         """How the kept requests went on each endpoint: of those that it had last, and of those whose prompt it
@@ -157,6 +162,11 @@ def _prompt(record: RequestRecord) -> tuple[int, int | None]:
     return (0, None) if usage is None else (usage.prompt_tokens or 0, usage.cached_tokens)
 
 
+def _says_something(record: RequestRecord) -> bool:
+    """Whether a request that runs has come to the balancer."""
+    return record.decision is not None or (record.wait is not None and record.placed_at is None)
+
+
 def _first_byte_s(name: str, record: RequestRecord) -> float | None:
     if record.prefill == name:
         return record.prefill_s
@@ -173,7 +183,8 @@ def _summary(record: RequestRecord, offset: float) -> Fields:
     outcome, status = LABEL_AND_STATUS[record.outcome]
     made = record.attempt_decision
     return {
-        "id": record.id,
+        "id": record.request_id,
+        "engine_id": record.id,
         "at": stamp(record.started_at + offset),
         "model": record.model,
         "stream": record.stream,

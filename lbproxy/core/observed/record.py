@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 MAX_PATH_CHARS: Final = 512
 """Of the path in a finished record."""
+SUFFIX_CHARS: Final = 16
+"""What an id has after a client's own: 64 random bits."""
 
 
 class RequestRecord:
@@ -91,11 +93,27 @@ class RequestRecord:
 
     def __init__(self, id: str, method: str, path: str, client: str, started_at: float) -> None:  # noqa: A002
         self.id = id
-        """At most 128 of the characters that `proxy.request.headers` accepts: it needs no escapes anywhere."""
+        """Nobody can guess it, and no other request has it: our own, without a `-`; or the client's, a `-` and
+        `SUFFIX_CHARS` of ours. Of the characters that `proxy.request.headers` accepts: it needs no escapes anywhere.
+        """
         self.method = method
         self.path = path
         self.client = client
         self.started_at = started_at
+
+    @property
+    def request_id(self) -> str:
+        """Its `x-request-id`, as its client knows it: `id` without what was added to the client's own."""
+        made = self.id
+        end = len(made) - SUFFIX_CHARS - 1
+        return made[:end] if end > 0 and made[end] == "-" else made
+
+    @property
+    def attempt_id(self) -> str:
+        """The id by which the engine of the present attempt knows it. An engine may still run an earlier attempt, so
+        each has another; both legs of one have the same.
+        """
+        return self.id if self.attempts < 2 else f"{self.id}.{self.attempts}"
 
     def note_placed(self, ticket: Ticket) -> None:
         """Note a placement: of an attempt, or of the second leg of one."""

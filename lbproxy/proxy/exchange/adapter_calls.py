@@ -21,6 +21,7 @@ import orjson
 
 from lbproxy.core.endpoints.endpoint import Endpoint
 from lbproxy.core.endpoints.health import Health
+from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.requests.openai import read_json_body
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
@@ -61,7 +62,7 @@ class AdapterCalls:
         self._calls = 0
 
     async def make(
-        self, request: ClientRequest, request_id: str, *, timeout_s: float, name_endpoints: bool
+        self, request: ClientRequest, record: RequestRecord, *, timeout_s: float, name_endpoints: bool
     ) -> tuple[int, bytes]:
         """Return the status and the body of the response. Raises LbError if no endpoint was asked.
 
@@ -79,12 +80,18 @@ class AdapterCalls:
         try:
             slots = asyncio.Semaphore(MAX_AT_ONCE)
             async with asyncio.TaskGroup() as tasks:
-                asked = [tasks.create_task(self._ask(one, request, request_id, timeout_s, slots)) for one in endpoints]
+                asked = [tasks.create_task(self._ask(one, request, record.id, timeout_s, slots)) for one in endpoints]
         finally:
             self._calls -= 1
         results = [task.result() for task in asked]
         counts = dict(Counter(str(one.status) for one in results))
-        extra = {"event": "adapters", "adapter": adapter, "path": request.target, "id": request_id, "statuses": counts}
+        extra = {
+            "event": "adapters",
+            "adapter": adapter,
+            "path": request.target,
+            "id": record.request_id,
+            "statuses": counts,
+        }
         logger.info("%s of %s: %s", request.target.partition("?")[0], adapter, counts, extra=extra)
         data = [{**({"endpoint": one.endpoint} if name_endpoints else {}), **_rest(one)} for one in results]
         return max(one.status for one in results), orjson.dumps({"object": "list", "data": data})

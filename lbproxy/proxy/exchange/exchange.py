@@ -154,7 +154,9 @@ class Exchange(Lifetime):
             request, limits = self._split.send_second()
         request = as_named_by(state.endpoint, request)
         forwarded = self.client.peer.lines(request.fields, http10=request.http10)
-        head = request.head_for(state.endpoint, record.id, forwarded, ask_load=state.asks_load, trace=record.trace)
+        head = request.head_for(
+            state.endpoint, record.attempt_id, forwarded, ask_load=state.asks_load, trace=record.trace
+        )
         connection.send(request.method, head, request.pieces or request.body, self, limits)
 
     # A request that is split: split.Owner
@@ -167,7 +169,7 @@ class Exchange(Lifetime):
         self._enter(PREFILLING)
         forwarded = self.client.peer.lines(self.request.fields, http10=self.request.http10)
         record = self.record
-        leg = Leg(self.request, self.placed, record.id, forwarded, record.trace)
+        leg = Leg(self.request, self.placed, record.attempt_id, forwarded, record.trace)
         self._split = split = Split(self._shared, first, leg, self)
         if record.trace is not None:
             assert first.placed_at is not None

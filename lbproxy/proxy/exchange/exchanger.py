@@ -55,7 +55,7 @@ class Exchanger:
         `cors`: field lines about origins, which go first. `explain`: the client asks for an explanation of the routing
         decision.
         """
-        always = f"{cors}x-request-id: {record.id}\r\nx-lbproxy-attempts: {record.attempts}\r\n"
+        always = f"{cors}x-request-id: {record.request_id}\r\nx-lbproxy-attempts: {record.attempts}\r\n"
         if not self.expose_endpoint:
             return always
         fields = f"{always}x-lbproxy-endpoint: {record.endpoint}\r\n"

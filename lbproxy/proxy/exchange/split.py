@@ -169,7 +169,7 @@ class Split:
         shared = self._shared
         origin = Origin.parse(decode.base_url, decode.tls, decode.proxy)
         call = Call(shared.connections, origin, shared.limits, MAX_HANDOVER_BYTES, _ignore)
-        head = self.request.head_for(decode, self._leg.id, self._leg.forwarded)
+        head = self.request.head_for(decode, f"{self._leg.id}.0", self._leg.forwarded)
         call.start("POST", head, self.request.body)
         shared.runtime.loop.call_later(RELEASE_S, call.cancel)
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import random
 import secrets
 from collections.abc import Callable
+from typing import Final
 
 from lbproxy.config.tree import Settings
-from lbproxy.core.observed.record import MAX_PATH_CHARS, RequestRecord
+from lbproxy.core.observed.record import MAX_PATH_CHARS, SUFFIX_CHARS, RequestRecord
 from lbproxy.core.observed.trace import Sampling
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.proxy.exchange.exchanger import LARGE_BODY_BYTES, Exchanger
@@ -26,6 +27,11 @@ from lbproxy.proxy.request.keys import KeyRing
 from lbproxy.proxy.request.own_responses import error_response
 from lbproxy.proxy.request.reading import LargeFacts, Reading
 from lbproxy.request_runtime import RequestRuntime
+
+ID_CHARS: Final = 24
+"""Of the id of a request whose client gives it none: 96 random bits."""
+_DRAWN_BYTES: Final = 3072
+"""For 256 of them: a call of the system costs more than all else."""
 
 
 class Requests(Front):
@@ -50,6 +56,8 @@ class Requests(Front):
         self._runtime = runtime
         self._rng = rng
         self._ids = _Ids()
+        self._instance = secrets.token_hex(6)
+        """Names this process in Via. It is no part of an id: servers are told it."""
         self.reconfigure(settings, exchanger)
 
     def reconfigure(self, settings: Settings, exchanger: Exchanger) -> None:
@@ -58,14 +66,15 @@ class Requests(Front):
         self.reading = Reading(settings, self._runtime)
         self.cors: Cors | None = Cors(settings.cors.origins) if settings.cors.origins else None
         """None = the settings allow no origins."""
-        self.forwarding = Forwarding(settings.forwarded, settings.trusted_proxies, self._ids.prefix)
+        self.forwarding = Forwarding(settings.forwarded, settings.trusted_proxies, self._instance)
 
     # A request
 
     def serve_plain(self, plain: ClientRequest, client: ClientConnection) -> None:
         """Serve a request of the fast lane: see connection.Front."""
         record = self.new_record("POST", plain.target, client)
-        record.id = plain.fields.request_id or record.id
+        if plain.fields.request_id is not None:
+            record.id = self.id_of(plain.fields.request_id)
         turn = Turn(
             self, client, record, client.lane_ended, keep_alive=not (self.last or self.overload.memory_is_short)
         )
@@ -154,11 +163,15 @@ class Requests(Front):
 
     def new_record(self, method: str, path: str, client: ClientConnection) -> RequestRecord:
         """A record that begins now, with a new id."""
-        return RequestRecord(self._ids.new(), method, path, client.address, self._runtime.now())
+        return RequestRecord(self._ids.take(ID_CHARS), method, path, client.address, self._runtime.now())
+
+    def id_of(self, request_id: str) -> str:
+        """A new id for a request that has one from its client, who may send it again, or took another client's."""
+        return f"{request_id}-{self._ids.take(SUFFIX_CHARS)}"
 
     def unread_response(self, error: LbError) -> bytes:
         """The response to a connection on which nothing was read."""
-        record = RequestRecord(self._ids.new(), "", "", "", self._runtime.now())
+        record = RequestRecord(self._ids.take(ID_CHARS), "", "", "", self._runtime.now())
         return error_response(error, record, keep_alive=False, rng=self._rng, more=self.cors_without_head())
 
     def cors_without_head(self) -> str:
@@ -167,23 +180,21 @@ class Requests(Front):
 
 
 class _Ids:
-    """Ids of requests: a prefix that is unique, and a number. To format a number takes ten times as long as to put two
-    texts together.
+    """Random digits for ids of requests. Engines know requests by these alone, and clients see their own: one that
+    could be guessed, or sent again, might end another client's request, or the engine.
     """
 
-    __slots__ = ("_block", "_count", "_digits", "prefix")
+    __slots__ = ("_at", "_digits")
 
     def __init__(self) -> None:
-        self.prefix = secrets.token_hex(6)
-        self._block = f"{self.prefix}-"
-        """What the ids of up to 256 requests begin with."""
-        self._count = 0
-        self._digits = [f"{n:02x}" for n in range(256)]
+        self._digits = ""
+        self._at = 0
 
-    def new(self) -> str:
-        """One that there was not yet."""
-        self._count += 1
-        last = self._count & 0xFF
-        if not last:
-            self._block = f"{self.prefix}-{self._count >> 8:x}"
-        return self._block + self._digits[last]
+    def take(self, chars: int) -> str:
+        """So many hexadecimal digits that nobody got before."""
+        start, end = self._at, self._at + chars
+        if end > len(self._digits):
+            self._digits = secrets.token_hex(_DRAWN_BYTES)
+            start, end = 0, chars
+        self._at = end
+        return self._digits[start:end]

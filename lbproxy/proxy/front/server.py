@@ -308,7 +308,8 @@ class FrontEnd(web.Server):
         if request.version not in {(1, 1), (1, 0)}:
             raise LbError(Outcome.BAD_REQUEST, "Only HTTP/1.1 and HTTP/1.0 are supported.")
         fields = read_request_fields(request.raw_headers, http10=request.version == (1, 0))
-        record.id = fields.request_id or record.id
+        if fields.request_id is not None:
+            record.id = requests.id_of(fields.request_id)
         target = origin_form(request.raw_path)
         record.path = target.partition("?")[0]
         if requests.cors is not None and (preflight := requests.cors.preflight(request.method, request.headers)):
@@ -353,7 +354,7 @@ class FrontEnd(web.Server):
         self.requests.refuse_loop(request.fields.via)
         request.fields.forward += turn.client.peer.lines(request.fields, http10=request.http10)
         timeout_s, named = settings.timeouts.first_byte, settings.expose_endpoint
-        turn.respond(*await self._adapter_calls.make(request, record.id, timeout_s=timeout_s, name_endpoints=named))
+        turn.respond(*await self._adapter_calls.make(request, record, timeout_s=timeout_s, name_endpoints=named))
 
     def _respond(self, route: Route, turn: Turn) -> None:
         """GET /v1/models, or one of them: the merged models of the endpoints that are up. GET /health: a 503 from

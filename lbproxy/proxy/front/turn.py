@@ -77,7 +77,7 @@ class Turn(Exchange):
         if self.step is not FINISHED:
             self.record.status, self.record.outcome = status, Outcome.COMPLETED
             keep_alive = self.keep_alive and self._client_connection.request_is_read
-            fields = {"x-request-id": self.record.id} | ({} if allow is None else {"allow": allow})
+            fields = {"x-request-id": self.record.request_id} | ({} if allow is None else {"allow": allow})
             response = json_response(status, body, fields, keep_alive=keep_alive, more=self.cors)
             self._front.write(self._client_connection, self.record, response)
             self.finish(keep_alive)
@@ -89,7 +89,7 @@ class Turn(Exchange):
         if self.step is not FINISHED:
             self.record.status, self.record.outcome = 204, Outcome.COMPLETED
             keep_alive = self.keep_alive and self._client_connection.request_is_read
-            response = no_content_response(f"x-request-id: {self.record.id}\r\n{cors}", keep_alive=keep_alive)
+            response = no_content_response(f"x-request-id: {self.record.request_id}\r\n{cors}", keep_alive=keep_alive)
             self._front.write(self._client_connection, self.record, response)
             self.finish(keep_alive)
 

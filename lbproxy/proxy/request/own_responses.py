@@ -34,7 +34,7 @@ def error_response(
     each with its CRLF.
     """
     facts = error.outcome.value
-    fields = {"x-request-id": record.id}
+    fields = {"x-request-id": record.request_id}
     if record.attempts:
         fields["x-lbproxy-attempts"] = str(record.attempts)
     if facts.retry_after:

@@ -87,7 +87,7 @@ class Reading:
         if name is None or name not in self._aliases:
             return facts, request
         record.alias = name
-        model = self._aliases.target(name, request.fields.session or record.id, self._served_now())
+        model = self._aliases.target(name, request.fields.session or record.request_id, self._served_now())
         if model == name:
             return facts, request
         naming = request.naming or _naming_of(request, large)
@@ -162,7 +162,7 @@ class Reading:
             model = resolve(None, self._runtime.base_models())
         elif named is not None and named in self._aliases:
             record.alias = named
-            model = self._aliases.target(named, request.fields.session or record.id, self._served_now())
+            model = self._aliases.target(named, request.fields.session or record.request_id, self._served_now())
         if model is not None and model != named:
             request = request._replace(target=with_query_model(request.target, model))
         record.model = model

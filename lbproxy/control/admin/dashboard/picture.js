@@ -206,7 +206,7 @@ function makeDecisions() {
 }
 function makeDecision(one) {
   const button = node("button", { type: "button", class: "id", title: plain(one.id), "aria-haspopup": "dialog" }, plain(one.id));
-  button.addEventListener("click", () => explain(one.id));
+  button.addEventListener("click", () => explain(one.engine_id));
   return node("tr", {}, ...DECISIONS.map((column) => {
     if (!column.show) return node("th", { scope: "row" }, button);
     const text = column.show(one);
