@@ -73,8 +73,7 @@ class Requests(Front):
     def serve_plain(self, plain: ClientRequest, client: ClientConnection) -> None:
         """Serve a request of the fast lane: see connection.Front."""
         record = self.new_record("POST", plain.target, client)
-        if plain.fields.request_id is not None:
-            record.id = self.id_of(plain.fields.request_id)
+        self.note_id(record, plain.fields.request_id)
         turn = Turn(
             self, client, record, client.lane_ended, keep_alive=not (self.last or self.overload.memory_is_short)
         )
@@ -165,9 +164,10 @@ class Requests(Front):
         """A record that begins now, with a new id."""
         return RequestRecord(self._ids.take(ID_CHARS), method, path, client.address, self._runtime.now())
 
-    def id_of(self, request_id: str) -> str:
-        """A new id for a request that has one from its client, who may send it again, or took another client's."""
-        return f"{request_id}-{self._ids.take(SUFFIX_CHARS)}"
+    def note_id(self, record: RequestRecord, request_id: str | None) -> None:
+        """Make an id of the client's, if it sends one: it may send that again, or took another client's."""
+        if request_id is not None:
+            record.id = f"{request_id}-{self._ids.take(SUFFIX_CHARS)}"
 
     def unread_response(self, error: LbError) -> bytes:
         """The response to a connection on which nothing was read."""

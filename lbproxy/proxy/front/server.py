@@ -308,8 +308,7 @@ class FrontEnd(web.Server):
         if request.version not in {(1, 1), (1, 0)}:
             raise LbError(Outcome.BAD_REQUEST, "Only HTTP/1.1 and HTTP/1.0 are supported.")
         fields = read_request_fields(request.raw_headers, http10=request.version == (1, 0))
-        if fields.request_id is not None:
-            record.id = requests.id_of(fields.request_id)
+        requests.note_id(record, fields.request_id)
         target = origin_form(request.raw_path)
         record.path = target.partition("?")[0]
         if requests.cors is not None and (preflight := requests.cors.preflight(request.method, request.headers)):
