@@ -80,11 +80,11 @@ def read_json_body(body: bytes, large: LargeJson | None = None) -> BodyFacts:
     return tuple.__new__(BodyFacts, (model, stream, limit, salt if isinstance(salt, str) else None, fields))
 
 
-def check_model_name(model: object) -> None:
-    """Raise LbError MISSING_MODEL unless `model` is a string that can be the name of a model."""
+def check_model_name(model: object, field: str = "model") -> None:
+    """Raise LbError MISSING_MODEL unless `model`, the value of `field`, is a string that can be the name of one."""
     if not isinstance(model, str) or not 0 < len(model) <= MAX_MODEL_CHARS or not model.isprintable():
-        text = f"`model` must be a string of 1 to {MAX_MODEL_CHARS} printable characters."
-        raise LbError(Outcome.MISSING_MODEL, text, param="model")
+        text = f"`{field}` must be a string of 1 to {MAX_MODEL_CHARS} printable characters."
+        raise LbError(Outcome.MISSING_MODEL, text, param=field)
 
 
 def _is_too_deep(fields: dict[str, Any], text: bytes) -> bool:

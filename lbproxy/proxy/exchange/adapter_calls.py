@@ -6,7 +6,8 @@ request goes to each endpoint unchanged; the response has the highest of their s
 endpoint. The models of an endpoint that responded are read again before the client gets its response: the adapter can
 be used, or is gone, at once.
 
-Bounds: `MAX_CALLS` at a time, each to `MAX_AT_ONCE` endpoints at a time, `timeouts.first_byte` for each of them.
+Bounds: `MAX_CALLS` at a time, each to `MAX_AT_ONCE` endpoints at a time, `timeouts.first_byte` for each of them. A
+name is one of a model, as it becomes one; a body is no larger than what is parsed at once.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import orjson
 
 from lbproxy.core.endpoints.endpoint import Endpoint
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.observed.record import RequestRecord
-from lbproxy.core.requests.openai import read_json_body
+from lbproxy.core.requests.openai import check_model_name, read_json_body
 from lbproxy.core.requests.outcome import LbError, Outcome
+from lbproxy.core.requests.outline import PARSE_AT_ONCE_BYTES
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.net.connections.fetch import send
 from lbproxy.net.connections.pool import ConnectionPool
@@ -68,6 +70,8 @@ class AdapterCalls:
 
         If it is cancelled, some of the endpoints may have executed the call.
         """
+        if len(request.body) > PARSE_AT_ONCE_BYTES:
+            raise LbError(Outcome.TOO_LARGE)
         fields = read_json_body(request.body).fields
         adapter = _name(fields, "lora_name")
         if adapter is None:
@@ -85,14 +89,9 @@ class AdapterCalls:
             self._calls -= 1
         results = [task.result() for task in asked]
         counts = dict(Counter(str(one.status) for one in results))
-        extra = {
-            "event": "adapters",
-            "adapter": adapter,
-            "path": request.target,
-            "id": record.request_id,
-            "statuses": counts,
-        }
-        logger.info("%s of %s: %s", request.target.partition("?")[0], adapter, counts, extra=extra)
+        path = request.target.partition("?")[0]  # a query may have a key
+        extra = {"event": "adapters", "adapter": adapter, "path": path, "id": record.request_id, "statuses": counts}
+        logger.info("%s of %s: %s", path, adapter, counts, extra=extra)
         data = [{**({"endpoint": one.endpoint} if name_endpoints else {}), **_rest(one)} for one in results]
         return max(one.status for one in results), orjson.dumps({"object": "list", "data": data})
 
@@ -150,9 +149,9 @@ class AdapterCalls:
 
 def _name(fields: Mapping[str, object], key: str) -> str | None:
     value = fields.get(key)
-    if value is not None and not (isinstance(value, str) and value):
-        raise LbError(Outcome.MISSING_MODEL, f"`{key}` must be a name.", param=key)
-    return value
+    if value is not None:
+        check_model_name(value, key)
+    return cast("str | None", value)
 
 
 def _rest(one: CallResult) -> dict[str, object]:

@@ -25,7 +25,7 @@ from lbproxy.proxy.front.overload import Holder, Overload
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.headers import RequestFields
 from lbproxy.proxy.request.reading import LargeFacts, Reading, has_json
-from lbproxy.proxy.request.routes import Body, Route
+from lbproxy.proxy.request.routes import Form, Route, form_of
 
 COPIES = 2
 """How often a body is in memory while it is read: in pieces, and joined. It counts as often until then."""
@@ -56,7 +56,7 @@ async def read_body(
     announced), too slow, malformed, or no memory for it.
     """
     limits = reader.settings.limits
-    is_json = route.body is Body.JSON or b"json" in fields.content_type
+    is_json = form_of(route.body, fields.content_type) in {Form.JSON, Form.MAYBE_JSON}
     limit = min(limits.json_body if is_json else limits.body, overload.max_held_bytes // COPIES)
     if fields.content_length is not None and fields.content_length > limit:
         raise _too_large(limit)

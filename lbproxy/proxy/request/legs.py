@@ -8,13 +8,14 @@ not trusted: an incomplete hand-over makes decode wait for ever, or kills its en
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
 import orjson
 
 from lbproxy.core.requests.outcome import LbError, Outcome
-from lbproxy.core.requests.outline import cost
+from lbproxy.core.requests.outline import PARSE_AT_ONCE_BYTES, cost
 from lbproxy.core.requests.request import Usage
 from lbproxy.core.responses.usage import read_usage
 
@@ -22,6 +23,8 @@ MAX_COST: Final = 4_000_000
 """Of a body that is split (see `core.requests.outline`): it is parsed and written again at once, in some 10 ms."""
 MAX_HANDOVER_BYTES: Final = 8 << 20
 """What prefill returns: 6 bytes for each block of the prompt, and one token."""
+MAX_WRITTEN_DEPTH: Final = 250
+"""How deep orjson writes what it has read: 254 levels."""
 MAX_ROOM: Final = (1 << 63) - 1
 
 KV_PARAMS: Final = "kv_transfer_params"
@@ -37,22 +40,40 @@ _LIMITS: Final = {
 _LIMIT_FIELDS: Final = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
-def refuse_own_fields(fields: Mapping[str, object]) -> None:
-    """Raise LbError RESERVED_FIELD if a client sets what only lbproxy may set where prefill and decode are apart."""
+def refuse_own_fields(fields: Mapping[str, object], body: bytes) -> None:
+    """Raise LbError RESERVED_FIELD if a client sets what only lbproxy may set where prefill and decode are apart.
+
+    `fields`: its parsed body. A null says nothing, unless the same key stands there a second time: a server may read
+    that one.
+    """
     for name in OWN_FIELDS:
-        if fields.get(name) is not None:
+        if name in fields and (fields[name] is not None or _may_be_repeated(name, body)):
             raise LbError(Outcome.RESERVED_FIELD, f"`{name}` cannot be set here: lbproxy sets it itself.", param=name)
+
+
+def _may_be_repeated(name: str, body: bytes) -> bool:
+    """Whether a key that is in a JSON body may be there more than once, in whatever spelling and at whatever depth. A
+    large body is not searched.
+    """
+    if len(body) > PARSE_AT_ONCE_BYTES:
+        return True
+    spelled = b"".join(rb"(?:%c|\\u00(?i:%02x))" % (each, each) for each in name.encode())
+    return len(re.findall(b'"%b"' % spelled, body)) > 1
 
 
 def is_splittable(route: str, fields: Mapping[str, Any], body: bytes) -> bool:
     """Whether a request can be prefilled at one endpoint and decoded at another: one prompt and one response of more
-    than one token, of a kind that engines hand over. `fields`: its parsed body.
+    than one token, of a kind that engines hand over. `fields`: its parsed body, whose values may be of any type: what
+    is not understood here is not split.
     """
-    if route not in _LIMITS or any(fields.get(name) not in {None, 1} for name in ("n", "best_of")):
+    # No sets: what a client sends may have no hash.
+    if route not in _LIMITS or any(fields.get(name) not in (None, 1) for name in ("n", "best_of")):
         return False
     if any(fields.get(name) for name in ("use_beam_search", "echo", "prompt_embeds", "background")):
         return False
-    if fields.get("prompt_logprobs") is not None or any(fields.get(name) in {0, 1} for name in _LIMIT_FIELDS):
+    if any(not _is_limit(fields.get(name)) for name in _LIMIT_FIELDS):
+        return False
+    if fields.get("prompt_logprobs") is not None:
         return False
     if route == "responses" and (fields.get("store") is not False or fields.get("previous_response_id")):
         return False
@@ -62,14 +83,24 @@ def is_splittable(route: str, fields: Mapping[str, Any], body: bytes) -> bool:
     return cost(body) <= MAX_COST
 
 
+def _is_limit(value: object) -> bool:
+    """Whether a limit of the response's length leaves more than one token to decode. None: there is no limit."""
+    return value is None or (isinstance(value, int) and value > 1)
+
+
 class Bodies:
-    """The bodies of one request's legs. Raises ValueError if the body cannot be read again."""
+    """The bodies of one request's legs. Raises ValueError if the body cannot be read again, or not be written."""
 
     def __init__(self, route: str, body: bytes) -> None:
         self._route, self._body = route, body
         fields = orjson.loads(body)
         if not isinstance(fields, dict):
             raise ValueError("no object")
+        if body.count(b"{") + body.count(b"[") > MAX_WRITTEN_DEPTH:
+            try:
+                orjson.dumps(fields)
+            except orjson.JSONEncodeError as error:
+                raise ValueError(str(error)) from None
         self._fields: dict[str, Any] = fields
 
     def first(self, params: Mapping[str, object] | None, *, min_tokens: int | None = None) -> bytes:
@@ -84,7 +115,7 @@ class Bodies:
                 fields[name] = 1
         fields[_LIMITS[self._route]] = 1
         if "max_completion_tokens" in fields:
-            fields.pop("max_tokens")
+            fields.pop("max_tokens", None)
         if params is not None:
             fields[KV_PARAMS] = params
         return orjson.dumps(fields)
@@ -111,6 +142,10 @@ def nixl_second(body: bytes) -> Mapping[str, object] | None:
         return None
     blocks = params.get("remote_block_ids")
     if not isinstance(blocks, list) or not any(blocks):  # a list, or one for each group of the KV cache
+        return None
+    try:
+        orjson.dumps({KV_PARAMS: params})
+    except orjson.JSONEncodeError:  # nested too deep
         return None
     named = all(isinstance(params.get(name), str) and params[name] for name in ("remote_engine_id", "remote_host"))
     port = params.get("remote_port")

@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 from lbproxy.core.observed.trace import TRACE_FIELDS
+from lbproxy.core.requests.outcome import LbError
 from lbproxy.net.connections.h1 import split_field, split_length
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.headers import (
@@ -32,7 +33,7 @@ from lbproxy.proxy.request.headers import (
     X_FORWARDED,
     RequestFields,
 )
-from lbproxy.proxy.request.routes import Route, find_route
+from lbproxy.proxy.request.routes import Route, find_route, form_of
 
 _new: Final = tuple.__new__
 """What a NamedTuple's own constructor calls, in half the time: one is made for every request."""
@@ -41,8 +42,12 @@ MAX_PLAIN_FIELDS: Final = 64
 _REQUEST_LINE: Final = re.compile(rb"POST (/v1/(?:chat/)?completions) HTTP/1\.1\r\n")
 _TEXT: Final = bytes({*range(0x20, 0x7F), 0x09})
 """ASCII only: heads with other bytes are left to aiohttp."""
+_SINGLE: Final = frozenset({b"user-agent", b"server", b"etag", b"content-range", b"content-location"})
+"""Fields that are forwarded, and that aiohttp refuses if they occur twice, as it does those below."""
 _SPECIAL: Final = (
-    NOT_FORWARDED | HINTS | CREDENTIALS | TRACE_FIELDS | {b"content-type", b"content-encoding", b"max-forwards"}
+    (NOT_FORWARDED | HINTS | CREDENTIALS | TRACE_FIELDS | _SINGLE)
+    | {b"content-type", b"content-encoding", b"max-forwards"}
+    | {b"sec-websocket-key1"}  # of a draft that aiohttp refuses
 )
 
 
@@ -87,7 +92,12 @@ def _read_head(head: bytes) -> _Head | None:
     if fields is None:
         return None
     path = first[1].decode("ascii")
-    return _Head(path, find_route("POST", path), fields)
+    route = find_route("POST", path)
+    try:
+        form_of(route.body, fields.content_type)
+    except LbError:
+        return None
+    return _Head(path, route, fields)
 
 
 _CACHED_HEAD_BYTES: Final = 2 << 10
@@ -121,7 +131,9 @@ def _read_fields(lines: list[bytes]) -> RequestFields | None:  # noqa: PLR0912 -
         if name in seen:
             return None
         seen.add(name)
-        if name == b"content-type":
+        if name in _SINGLE:
+            forward.append(line)
+        elif name == b"content-type":
             forward.append(line)
             fields.content_type = value.lower()
         elif name == b"x-lbproxy-tier" and TIER.fullmatch(value) is None:

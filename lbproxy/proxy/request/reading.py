@@ -24,7 +24,7 @@ from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.handshake import query_model, with_query_model
 from lbproxy.proxy.request.headers import MAX_SESSION_BYTES
 from lbproxy.proxy.request.legs import is_splittable, refuse_own_fields
-from lbproxy.proxy.request.routes import ANY_BODY, JSON_BODY, stored_response
+from lbproxy.proxy.request.routes import JSON_BODY, Form, form_of, reads_json, stored_response
 from lbproxy.request_runtime import RequestRuntime
 
 Large: TypeAlias = LargeJson | FormWalk
@@ -146,7 +146,7 @@ class Reading:
             request.route.is_inference or request.method not in {"POST", "PATCH"},
             bool(request.body) and not has_json(request),
             False,
-            self._runtime.splits and _is_splittable(request, read),
+            self._runtime.splits and _may_be_split(request, read),
             WHOLE,
             0,
             self._flow_rules.max_tier_of(flow, fields.max_tier, record.key),
@@ -178,8 +178,6 @@ class Reading:
         body = request.body
         is_inference = request.route.is_inference
         if has_json(request):
-            if not body and not is_inference:
-                return BodyFacts(None), request
             facts = read_json_body(body, large if isinstance(large, LargeJson) else None)
             if facts.model is None and is_inference:
                 model = resolve(None, self._runtime.base_models())
@@ -193,7 +191,10 @@ class Reading:
             if walk is not None:
                 request = request._replace(naming=_naming_of(request, walk))
             return BodyFacts(resolve(named, self._runtime.base_models()) if is_inference else named), request
-        return BodyFacts(None), request
+        if not (is_inference and body):
+            return BodyFacts(None), request
+        named = query_model(request.target)  # what is neither JSON nor a form has no other place for it
+        return BodyFacts(resolve(named, self._runtime.base_models())), request
 
     def _served_now(self) -> frozenset[str]:
         """The models of endpoints that are up, as of the last second."""
@@ -245,12 +246,12 @@ def _storage(request: ClientRequest, fields: Mapping[str, object]) -> tuple[str 
     return named, is_new and (store is True or (store is not False and not request.route.is_common))
 
 
-def _is_splittable(request: ClientRequest, fields: Mapping[str, object]) -> bool:
-    """Whether prefill and decode of it can be apart. Raises LbError if it has fields that only lbproxy may set."""
-    if request.route.flatten is None:
-        return False
-    refuse_own_fields(fields)
-    return is_splittable(request.route.name, fields, request.body)
+def _may_be_split(request: ClientRequest, fields: Mapping[str, object]) -> bool:
+    """Whether prefill and decode of it can be apart. Raises LbError if it has fields that only lbproxy may set, on
+    whichever route: a server may have more of them than are known here.
+    """
+    refuse_own_fields(fields, request.body)
+    return request.method == "POST" and is_splittable(request.route.name, fields, request.body)
 
 
 def _cache_key(fields: Mapping[str, object]) -> str | None:
@@ -269,16 +270,13 @@ def _name(value: object, most_chars: int) -> str | None:
 
 
 def has_json(request: ClientRequest) -> bool:
-    """Whether its body is JSON that must be read."""
-    if request.route.body is JSON_BODY:
-        return request.method == "POST"
-    return _is_read(request) and b"json" in request.fields.content_type
+    """Whether its body must be read as JSON: see `proxy.request.routes`. Of a POST also one that is empty."""
+    route = request.route
+    if not request.body and (request.method != "POST" or not route.is_inference):
+        return False
+    return route.body is JSON_BODY or reads_json(route.body, request.fields.content_type, request.body)
 
 
 def has_form(request: ClientRequest) -> bool:
-    """Whether its body is a form that must be read."""
-    return _is_read(request) and b"multipart/form-data" in request.fields.content_type
-
-
-def _is_read(request: ClientRequest) -> bool:
-    return request.method == "POST" and request.route.body is not ANY_BODY
+    """Whether its body must be read as a form."""
+    return bool(request.body) and form_of(request.route.body, request.fields.content_type) is Form.MULTIPART

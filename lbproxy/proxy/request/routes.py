@@ -1,16 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a method and path ask for, and how it is placed. Pure.
+"""What a method and path ask for, how it is placed, and what its server will read of it. Pure.
 
 Everything under /v1/ is forwarded, so that future routes of model servers work today; outside it only known routes of
 model servers. Route names are few: they are metric labels.
+
+Whatever lbproxy decides or checks (routes, limits, models, fields that clients may not set, calls for adapters) is
+decided by what the *server* will read, and only here is said what that is (docs/decisions/0054). Invariants:
+
+- A path means the same to every server that gets it: one that some server would decode to a path with a meaning of its
+  own is refused.
+- A body that a server could parse as JSON is parsed here too, whatever its method and content type, or it is refused.
+- JSON is UTF-8. A parser that guesses encodings, as Python's does, gets nothing to guess.
+
+The JSON itself is read by `core.requests.openai.read_json_body`, a form by `core.requests.forms`.
 """
 
 from __future__ import annotations
 
 import re
 from enum import Enum
+from functools import lru_cache
 from typing import Final, NamedTuple
-from urllib.parse import unquote
+from urllib.parse import unquote_to_bytes
 
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.prompts import (
@@ -25,18 +36,29 @@ from lbproxy.core.requests.prompts import (
 
 
 class Body(Enum):
-    """How the body is read."""
+    """What a route takes as a body."""
 
     JSON = "json"
-    """Must be a JSON object; placed by its `model`."""
+    """A JSON object, whatever its content type says: servers differ in whether they look at that."""
     BY_TYPE = "by type"
-    """As its Content-Type says: JSON and multipart are placed by `model`, anything else on any endpoint."""
+    """As its content type says: a form, JSON, or anything else; without one, JSON if it begins like a JSON object."""
     ANY = "any"
-    """Not read; any endpoint."""
+    """It is not read."""
+
+
+class Form(Enum):
+    """How a body is read."""
+
+    JSON = "json"
+    MAYBE_JSON = "maybe json"
+    """JSON if it begins like an object: its content type is none by which servers refuse to parse it."""
+    MULTIPART = "multipart"
+    """A form with parts: RFC 7578."""
+    OPAQUE = "opaque"
+    """Audio, images, and whatever else servers take as bytes."""
 
 
 JSON_BODY: Final = Body.JSON
-ANY_BODY: Final = Body.ANY
 """A look-up in the Enum costs more, and each request needs it."""
 
 
@@ -72,7 +94,8 @@ HEALTH_PATH: Final = "/health"
 HEALTH: Final = Route("health", Body.ANY, frozenset({"GET", "HEAD"}), ours=True)
 """Of lbproxy, without a key, as model servers have it: clients and load balancers in front know no other path."""
 _OTHER = Route("other", Body.BY_TYPE, _PASSED_METHODS, is_inference=False)
-_INFERENCE = _OTHER._replace(is_inference=True)
+_INFERENCE = _OTHER._replace(body=Body.JSON, is_inference=True)
+_UPLOAD = _INFERENCE._replace(body=Body.BY_TYPE)
 ADAPTERS = Route("adapters", Body.JSON, frozenset({"POST"}), ours=True)
 """lbproxy makes these calls at every endpoint of a base model, if the settings allow it: see
 proxy/exchange/adapter_calls.py."""
@@ -85,26 +108,32 @@ _ROUTES = {
     "/v1/models": _MODELS,
     HEALTH_PATH: HEALTH,
     "/v1/embeddings": Route("embeddings", Body.JSON, _POST),
-    "/v1/responses": Route("responses", Body.BY_TYPE, _PASSED_METHODS, flatten=responses_prompt, skips_preamble=True),
-    "/v1/messages": Route("messages", Body.BY_TYPE, _PASSED_METHODS, flatten=messages_prompt, skips_preamble=True),
-    "/generate": Route("generate", Body.BY_TYPE, _PASSED_METHODS, flatten=generate_prompt, is_native=True),
-    "/completion": Route("completion", Body.BY_TYPE, _PASSED_METHODS, flatten=completion_prompt, is_native=True),
-    "/infill": Route("infill", Body.BY_TYPE, _PASSED_METHODS, flatten=infill_prompt, is_native=True),
+    "/v1/responses": Route("responses", Body.JSON, _PASSED_METHODS, flatten=responses_prompt, skips_preamble=True),
+    "/v1/messages": Route("messages", Body.JSON, _PASSED_METHODS, flatten=messages_prompt, skips_preamble=True),
+    "/generate": Route("generate", Body.JSON, _PASSED_METHODS, flatten=generate_prompt, is_native=True),
+    "/completion": Route("completion", Body.JSON, _PASSED_METHODS, flatten=completion_prompt, is_native=True),
+    "/infill": Route("infill", Body.JSON, _PASSED_METHODS, flatten=infill_prompt, is_native=True),
     "/v1/realtime": Route("realtime", Body.BY_TYPE, _PASSED_METHODS),
     **{
-        f"/{name}": Route(name, Body.BY_TYPE, _PASSED_METHODS)
+        f"/{name}": Route(name, Body.JSON, _PASSED_METHODS)
         for name in ("tokenize", "detokenize", "rerank", "score", "pooling", "classify")
     },
-    "/v2/rerank": Route("rerank", Body.BY_TYPE, _PASSED_METHODS),
+    "/v2/rerank": Route("rerank", Body.JSON, _PASSED_METHODS),
     **{
         f"/v1/{name}": _INFERENCE
         for name in (
-            *("audio/speech", "audio/transcriptions", "audio/translations", "classify", "images/edits"),
-            *("images/generations", "images/variations", "messages/count_tokens", "moderations", "pooling", "rerank"),
-            "score",
+            *("audio/speech", "classify", "images/generations", "messages/count_tokens", "moderations", "pooling"),
+            *("rerank", "score"),
         )
     },
+    **{
+        f"/v1/{name}": _UPLOAD
+        for name in ("audio/transcriptions", "audio/translations", "images/edits", "images/variations")
+    },
 }
+_STORED: Final = re.compile(r"/v1/(?:responses|chat/completions)/([A-Za-z0-9_-]{1,160})(?:/[a-z_]+)?/?")
+_OF_IDS: Final = re.compile(r"/v1/(?:responses|chat/completions|models)/")
+"""Paths that are about something with an id."""
 
 
 def find_route(method: str, path: str, *, lora_management: bool = False) -> Route:
@@ -114,23 +143,28 @@ def find_route(method: str, path: str, *, lora_management: bool = False) -> Rout
     """
     if method == "CONNECT":
         raise LbError(Outcome.BAD_REQUEST, "This is not a forward proxy.")
-    route = _ROUTES.get(path)
-    if route is None:
-        canonical = _canonical(path)
-        if not path.startswith("/v1/") or canonical is None:
-            raise LbError(Outcome.UNKNOWN_URL)
-        if canonical in _LORA_PATHS:
-            if not lora_management or path != canonical:
-                raise LbError(Outcome.FORBIDDEN, "Adapters cannot be loaded or unloaded through the load balancer.")
-            route = ADAPTERS
-        else:
-            route = _MODELS if path.startswith("/v1/models/") else _OTHER
+    served = served_path(path)
+    if served is None or not (path.startswith("/v1/") or served in _ROUTES):
+        raise LbError(Outcome.UNKNOWN_URL)
+    route = _ROUTES.get(served)
+    if served in _LORA_PATHS:
+        if not lora_management or path != served:
+            raise LbError(Outcome.FORBIDDEN, "Adapters cannot be loaded or unloaded through the load balancer.")
+        route = ADAPTERS
+    elif route is None:
+        about = _OF_IDS.match(served)
+        if about is not None and not path.startswith(about[0]):
+            raise _ambiguous(about[0])
+        route = _MODELS if path.startswith("/v1/models/") else _OTHER
+    elif path not in {served, f"{served}/"}:
+        raise _ambiguous(served)
     if method not in route.methods:
         raise LbError(Outcome.METHOD_NOT_ALLOWED, allow=", ".join(sorted(route.methods)))
     return route
 
 
-_STORED: Final = re.compile(r"/v1/(?:responses|chat/completions)/([A-Za-z0-9_-]{1,160})(?:/[a-z_]+)?")
+def _ambiguous(served: str) -> LbError:
+    return LbError(Outcome.BAD_REQUEST, f"Servers read this path in different ways. Write {served} instead.")
 
 
 def stored_response(path: str) -> str | None:
@@ -139,12 +173,69 @@ def stored_response(path: str) -> str | None:
     return None if found is None else found[1]
 
 
-def _canonical(path: str) -> str | None:
-    """The path as a server may read it: escapes decoded, parameters and empty segments dropped. None if it has dot
-    segments, which could lead to other paths, or characters that no path needs.
+# What a server reads
+
+MAX_DECODINGS: Final = 4
+"""How often servers and the proxies before them may decode a path, one after the other."""
+_ORDINARY: Final = re.compile(r"(?:/[a-z0-9_-]+)+")
+_QUERY: Final = re.compile(r"[?#]")
+_MEDIA_TYPE: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+/[!#$%&'*+\-.^_`|~0-9a-z]+")
+_JSON_TYPE: Final = re.compile(rb"[^/]+/(?:[^/]+\+)?json")
+_TEXT_TYPES: Final = (b"text/", b"application/x-www-form-urlencoded")
+"""What clients send JSON as when they forget to say so: browsers' fetch, curl -d."""
+_CHARSET: Final = re.compile(rb";[ \t]*charset[ \t]*=[ \t]*\"?([^\";]*)")
+_LIKE_ASCII: Final = re.compile(rb"utf-?8|(?:us-)?ascii|(?:iso-?8859|windows|cp|latin)-?[0-9-]*[ \t]*")
+"""Names of encodings in which the characters of JSON's own syntax are those of ASCII."""
+_OBJECT: Final = re.compile(rb"[\x00\xef\xbb\xbf\xfe\xff \t\r\n]{0,256}+(?:\{|[\x00\xef\xbb\xbf\xfe\xff \t\r\n])")
+"""How a JSON object begins, in every encoding that Python's json detects; or more blanks than are looked at."""
+
+
+def served_path(path: str) -> str | None:
+    """The path as a server may read it: decoded as often as it can be, in lower case, `\\` as `/`, without parameters,
+    empty segments and a last slash. Equal to `path` for an ordinary one. None if it has dot segments, which could lead
+    to any other path, or characters that no path needs, or escapes that are no UTF-8, or of escapes of escapes.
     """
-    plain = unquote(path).replace("\\", "/")
+    if _ORDINARY.fullmatch(path):
+        return path
+    plain, before, decodings = path, "", 0
+    while plain != before:
+        before, decodings = plain, decodings + 1
+        try:
+            plain = unquote_to_bytes(before).decode()
+        except UnicodeDecodeError:
+            return None
+        if not plain.isprintable() or decodings > MAX_DECODINGS:
+            return None
+    plain = _QUERY.split(plain, maxsplit=1)[0].replace("\\", "/").lower()
     segments = [segment.partition(";")[0].strip() for segment in plain.split("/")]
-    if not plain.isprintable() or any(segment in {".", ".."} for segment in segments):
+    if any(segment in {".", ".."} for segment in segments):
         return None
     return "/" + "/".join(filter(None, segments))
+
+
+@lru_cache(maxsize=256)
+def form_of(takes: Body, content_type: bytes) -> Form:
+    """How a body is read on a route that takes `takes`. `content_type`: in lower case; empty: there is none.
+
+    Raises LbError BAD_REQUEST for JSON in an encoding that is not UTF-8.
+    """
+    if takes is Body.ANY:
+        return Form.OPAQUE
+    media = content_type.partition(b";")[0].strip()
+    if takes is not Body.JSON:
+        if media == b"multipart/form-data":
+            return Form.MULTIPART
+        if _MEDIA_TYPE.fullmatch(media) and not media.startswith(_TEXT_TYPES) and not _JSON_TYPE.fullmatch(media):
+            return Form.OPAQUE
+    charset = _CHARSET.search(content_type)
+    if charset is not None and _LIKE_ASCII.fullmatch(charset[1]) is None:
+        raise LbError(Outcome.BAD_REQUEST, "JSON is UTF-8 here: the content type has another charset.")
+    return Form.JSON if takes is Body.JSON or _JSON_TYPE.fullmatch(media) else Form.MAYBE_JSON
+
+
+def reads_json(takes: Body, content_type: bytes, body: bytes) -> bool:
+    """Whether a server could take this body for JSON, so that it must be read as such. Raises LbError as
+    `form_of`.
+    """
+    form = form_of(takes, content_type)
+    return form is Form.JSON or (form is Form.MAYBE_JSON and _OBJECT.match(body) is not None)

@@ -74,6 +74,37 @@ def test_it_goes_to_every_endpoint_as_it_came_and_each_one_answers() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("field", ["lora_name", "base_model_name"])
+@pytest.mark.parametrize("name", ["x" * 257, "x\nforged", "", 1, ["x"]])
+def test_what_can_be_no_name_is_neither_used_nor_logged(
+    field: str, name: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with ScriptedEndpoint(SUCCESS) as one, rig(one.url, more=ALLOWED) as r:
+            reply = await r.ask(post(json.dumps({"lora_name": "new", field: name}).encode(), LOAD))
+            assert (reply.status, json.loads(reply.body)["error"]["param"]) == (400, field)
+            assert len(reply.body) < 500
+            large = json.dumps({"lora_name": "new", "lora_path": "x" * (3 << 20)}).encode()
+            assert (await r.ask(post(large, LOAD))).status == 413
+            assert not one.requests
+
+    run(main())
+    assert not [record for record in caplog.records if record.message.startswith(LOAD)]
+
+
+def test_a_query_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """It may have a key."""
+
+    async def main() -> None:
+        async with ScriptedEndpoint(SUCCESS) as one, rig(one.url, more=ALLOWED) as r:
+            assert (await r.ask(post(NEW, f"{LOAD}?api-key=secret"))).status == 200
+
+    with caplog.at_level("INFO", logger="lbproxy"):
+        run(main())
+    assert [record for record in caplog.records if record.message.startswith(LOAD)]
+    assert "secret" not in repr([record.__dict__ for record in caplog.records])
+
+
 def test_an_answer_that_is_nested_deep_is_passed_on_all_the_same() -> None:
     deep = b'{"a":' * 500 + b"1" + b"}" * 500
 

@@ -508,6 +508,52 @@ def test_a_client_cannot_set_what_legs_find_each_other_by() -> None:
     run(main())
 
 
+@pytest.mark.parametrize(
+    "path", ["/v1/%63hat/completions", "/v1/chat%2Fcompletions", "/v1/chat/completions/", "/v1/responses", "/v1/new"]
+)
+@pytest.mark.parametrize("kind", ["", "Content-Type: text/plain\r\n"])
+@pytest.mark.parametrize("method", ["POST", "PUT"])
+def test_nor_by_another_spelling_of_the_path_another_method_or_no_content_type(
+    path: str, kind: str, method: str
+) -> None:
+    """Servers read what the check did not."""
+
+    async def main() -> None:
+        own = json.dumps(json.loads(BODY) | {"kv_transfer_params": PARAMS}).encode()
+        head = f"{method} {path} HTTP/1.1\r\nHost: lb\r\n{kind}Content-Length: {len(own)}\r\n\r\n".encode()
+        async with apart(("prefill", prefilled()), ("decode", stream)) as (it, (first, second)):
+            assert (await it.ask(head + own)).status in {400, 405}
+            assert not first.requests
+            assert not second.requests
+
+    run(main())
+
+
+@pytest.mark.parametrize("value", [b"[1]", b"[]", b"{}", b"[[]]"])
+@pytest.mark.parametrize("name", [b"n", b"best_of", b"max_tokens", b"min_tokens", b"stream", b"store", b"prompt"])
+def test_a_value_of_any_type_is_the_servers_to_judge(name: bytes, value: bytes) -> None:
+    """It was a 500 and a traceback."""
+
+    async def main() -> None:
+        own = BODY.removesuffix(b"}") + b',"%b":%b}' % (name, value)
+        async with apart(("prefill", prefilled()), ("decode", OK)) as (it, _):
+            assert (await it.ask(post(own))).status == 200
+
+    run(main())
+
+
+def test_a_body_that_cannot_be_written_again_is_served_whole() -> None:
+    """It was read, and orjson writes no more than 254 levels."""
+
+    async def main() -> None:
+        own = BODY.removesuffix(b"}") + b',"x":%b}' % (b"[" * 300 + b"]" * 300)
+        async with apart(("prefill", OK), ("decode", OK)) as (it, servers):
+            assert (await it.ask(post(own))).status == 200
+            assert [one.body for server in servers for one in server.requests] == [own]
+
+    run(main())
+
+
 def test_a_response_that_is_not_streamed_comes_whole() -> None:
     async def main() -> None:
         async with apart(("prefill", prefilled()), ("decode", OK)) as (it, (_, second)):

@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 from aiohttp.base_protocol import BaseProtocol
 from aiohttp.http_exceptions import HttpProcessingError
-from aiohttp.http_parser import HttpRequestParser
+from aiohttp.http_parser import SINGLETON_HEADERS, HttpRequestParser
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -71,6 +71,10 @@ NAMES = [
     "Expect",
     "x y",
     "",
+    "Sec-WebSocket-Key1",
+    "Via",
+    "X-Forwarded-For",
+    *sorted(SINGLETON_HEADERS),
 ]
 VALUES = [
     "-5",
@@ -86,6 +90,7 @@ VALUES = [
     "\x00",
     "trailers",
     "",
+    "application/json; charset=utf-16",
 ]
 COLONS = [":", ": ", " :"]
 FIELD = st.tuples(*map(st.sampled_from, (NAMES, COLONS, VALUES))).map("".join)
@@ -97,7 +102,7 @@ ENDS = st.sampled_from(["", "x", "GET / HTTP/1.1\r\n\r\n"])
 BODY = '{"model":"m"}'
 
 
-@settings(max_examples=300)
+@settings(max_examples=600)
 @given(
     line=LINE,
     lines=LINES,
@@ -106,6 +111,7 @@ BODY = '{"model":"m"}'
     eol=st.sampled_from(["\r\n", "\n"]),
 )
 @example(line="POST /v1/completions HTTP/1.1", lines=["X-A: a\tb"], usual=True, end="", eol="\r\n")
+@example(line="POST /v1/completions HTTP/1.1", lines=["User-Agent: a", "USER-agent: b"], usual=True, end="", eol="\r\n")
 def test_what_the_lane_takes_aiohttp_would_read_alike(
     line: str, lines: list[str], usual: bool, end: str, eol: str
 ) -> None:
@@ -143,6 +149,9 @@ def test_what_the_lane_takes_aiohttp_would_read_alike(
         post(more="TE: trailers\r\n"),
         post(more="Host: two\r\n"),
         post(more="Content-Length: 13\r\n"),
+        *(post(more=f"{name}: 1\r\n{name.title()}: 1\r\n") for name in sorted(SINGLETON_HEADERS)),
+        post(more="Sec-WebSocket-Key1: 1\r\n"),
+        post(more="Content-Type: application/json; charset=utf-16\r\n"),
         post(more="X: \x00\r\n"),
         post(more="X: \u00e9\r\n"),
         post(more="X:" + "y" * 10_000 + "\r\n"),
