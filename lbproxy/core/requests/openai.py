@@ -17,7 +17,16 @@ import orjson
 
 from lbproxy.core.requests.large_json import LargeJson, load_json
 from lbproxy.core.requests.outcome import LbError, Outcome
-from lbproxy.core.requests.outline import MAX_DEPTH, MODEL_KEY, PARSE_AT_ONCE_BYTES, STRING, Outline, too_deep
+from lbproxy.core.requests.outline import (
+    MAX_DEPTH,
+    MAX_MODEL_KEYS,
+    MODEL_KEY,
+    PARSE_AT_ONCE_BYTES,
+    STRING,
+    Outline,
+    not_an_object,
+    too_deep,
+)
 
 MAX_MODEL_CHARS: Final = 256
 REASON_FIELD: Final = "x-lbproxy-reason"
@@ -63,7 +72,7 @@ def read_json_body(body: bytes, large: LargeJson | None = None) -> BodyFacts:
             pass
     fields = load_json(body) if large is None else large.value
     if not isinstance(fields, dict):
-        raise LbError(Outcome.INVALID_JSON, "The request body must be a JSON object.")
+        raise not_an_object()
     if large is None and len(body) > 2 * MAX_DEPTH and _is_too_deep(fields, body):
         raise too_deep()
     model = fields.get("model")
@@ -114,7 +123,6 @@ _MANY_VALUES: Final = 500
 
 
 _BEGINNING: Final = 4 << 10
-MAX_MODEL_KEYS: Final = 1000
 
 
 Pieces: TypeAlias = tuple[bytes | memoryview, ...]
@@ -162,9 +170,9 @@ def find_names(body: bytes, outline: Outline | None = None) -> Naming:
 
 def _model_values(body: bytes) -> list[tuple[int, int]]:
     """Positions of the values of `model` in the outermost object. Linear: strings are skipped, brackets counted."""
-    if body.count(b'"model"') == 1 and b"\\u006" not in body:  # the usual case, ten times as fast
+    if body.lower().count(b'"model"') == 1 and b"\\u00" not in body:  # the usual case, ten times as fast
         at = body.find(b'"model"', 0, _BEGINNING)  # else it is mostly near the end
-        key = MODEL_KEY.search(body, body.rindex(b'"model"') if at < 0 else at)
+        key = MODEL_KEY.search(body, max(body.rfind(b'"model"'), 0) if at < 0 else at)
         value = None if key is None else STRING.match(body, key.end())
         if value is not None:
             return [value.span()]

@@ -33,6 +33,8 @@ SLICES_AT_ONCE: Final = 8
 """About 1 ms of the event loop."""
 STEP_COST: Final = 1_000_000
 """Or fewer slices, once they cost this much: structure takes longer to walk."""
+STEP_STRINGS: Final = 8000
+"""Or once they had so many strings, and texts between strings."""
 KEPT_HEAD_BYTES = 256
 """How much of the beginning of a long string is kept."""
 MIN_OMITTED_BYTES = 512
@@ -55,12 +57,18 @@ LIST_DEPTH: Final = 2
 _CUT: Final = re.compile(rb'(?:[^"\\]{8}|\\u(?![dD][89abAB])[0-9a-fA-F]{4})(?=[^\x80-\xbf])')
 """Ends at a place where a string can be cut: not inside an escape or a character of several bytes, and not between a
 pair of escapes that form one character (the first of which is \\ud800 to \\udbff)."""
-MODEL_KEY: Final = re.compile(
-    rb'"(?<!\\")(?:m|\\u006[dD])(?:o|\\u006[fF])(?:d|\\u0064)(?:e|\\u0065)(?:l|\\u006[cC])"[ \t\r\n]*:[ \t\r\n]*'
+_MODEL: Final = (
+    rb'"(?:[mM]|\\u00[46][dD])(?:[oO]|\\u00[46][fF])(?:[dD]|\\u00[46]4)(?:[eE]|\\u00[46]5)(?:[lL]|\\u00[46][cC])"'
 )
-"""The key `model` in each of its spellings, anywhere in a valid JSON text. A quote that opens a string never follows a
-backslash. A quote that ends a string, and so only seems to open `model`, is followed by a comma, colon or bracket."""
+_MODEL_STRING: Final = re.compile(_MODEL)
+_NO_BRACKETS: Final = (b":", b",")
+MODEL_KEY: Final = re.compile(rb"(?<!\\)" + _MODEL + rb"[ \t\r\n]*:[ \t\r\n]*")
+"""The key `model` in each of its spellings, anywhere in a valid JSON text; in other case too, as some servers do not
+look at that. A quote that opens a string never follows a backslash. A quote that ends a string, and so only seems to
+open `model`, is followed by a comma, colon or bracket."""
 STRING: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+MAX_MODEL_KEYS: Final = 1000
+"""How often a body may name its model."""
 MAX_KEY_BYTES: Final = 30
 """The longest spelling of the key `model`."""
 MAX_MODEL_FIELD_BYTES: Final = 8 << 10
@@ -81,6 +89,7 @@ class Outline:
         self.has_long_model = False
         """One of them is too long for a name, or has too many blanks around it. It is not in `models`."""
         self._body = body
+        self._model_keys = 0
         self._at = 0
         self._in_string = False
         self._cost = 0
@@ -94,10 +103,11 @@ class Outline:
     def step(self) -> bool:
         """Walk on. Returns whether there is more. Raises LbError INVALID_JSON if the body would cost too much."""
         enough = self._cost + STEP_COST
+        strings = 0
         for _ in range(SLICES_AT_ONCE):
-            if self._at >= len(self._body) or self._cost > enough:
+            if self._at >= len(self._body) or self._cost > enough or strings > STEP_STRINGS:
                 break
-            self._walk_slice()
+            strings += self._walk_slice()
         if self._cost > MAX_COST or self._cost - self._cut_at_cost > MAX_SEGMENT_COST:
             raise LbError(
                 Outcome.INVALID_JSON, "The JSON body has too much structure, or too much text in short pieces."
@@ -112,8 +122,8 @@ class Outline:
         """The body without the middles of long strings."""
         return b",".join(self.segments)
 
-    def _walk_slice(self) -> None:
-        """Walk the next piece of the body."""
+    def _walk_slice(self) -> int:
+        """Walk the next piece of the body. Returns how many strings it has, and texts between them."""
         piece = self._body[self._at : self._at + SLICE_BYTES]
         if (len(piece) - len(piece.rstrip(b"\\"))) % 2 and len(piece) == SLICE_BYTES:
             piece = piece[:-1]  # do not cut an escape
@@ -122,39 +132,55 @@ class Outline:
         # All bytes stay at their positions, so that a position in one is the same position in the other.
         bare = piece.replace(b"\\\\", b"\0\0").replace(b'\\"', b"\0\0") if b"\\" in piece else piece
         parts = bare.split(b'"')
-        ends_inside = self._in_string == (len(parts) % 2 == 1)
-        if b'model"' in bare or b"\\u006" in bare or (ends_inside and len(parts[-1]) <= MAX_KEY_BYTES):
-            self._find_models(start, parts)
-        outside = b"".join(parts[self._in_string :: 2])
-        self._cost += sum(cost * outside.count(what) for what, cost in COSTS)
+        self._find_models(start, bare, parts)
+        between = b'"'.join(parts[self._in_string :: 2])
+        self._cost += sum(cost * between.count(what) for what, cost in COSTS)
         longest = max(map(len, parts[not self._in_string :: 2]), default=0)
         may_cut = self._in_object and self._cost - self._cut_at_cost > SEGMENT_COST
         has_room = self._uncut_left > 0
         if has_room and longest > KEPT_HEAD_BYTES:
             self._uncut_left -= len(piece)
-        if may_cut or (longest > MIN_OMITTED_BYTES and not has_room):
-            self._cut(piece, parts, may_cut=may_cut)
+        omits = longest > MIN_OMITTED_BYTES and not has_room
+        cut = self._follow_brackets(between, may_cut=may_cut)
+        if omits or cut >= 0:
+            self._shorten(piece, parts, cut if cut < 0 else _position(parts, between, cut, inside=self._in_string))
         else:
-            for bracket in _BRACKET.findall(outside):
-                self._follow_bracket(bracket)
             self._pieces.append(piece)
             self._cost += len(piece)
-            self._in_string ^= len(parts) % 2 == 0
+        self._in_string ^= len(parts) % 2 == 0
+        return len(parts)
 
-    def _find_models(self, start: int, parts: list[bytes]) -> None:
-        """Note the values of `model` whose keys begin in a piece of the body that begins at `start`."""
+    def _find_models(self, start: int, bare: bytes, parts: list[bytes]) -> None:
+        """Note the values of `model` whose keys begin in a piece of the body that begins at `start`. `bare`: the piece
+        without escaped quotes; `parts`: the texts between its quotes.
+        """
+        may_end_inside = len(parts[-1]) <= MAX_KEY_BYTES and self._in_string == (len(parts) % 2 == 1)
+        found: set[int] = set()
+        if b'model"' in bare.lower() or b"\\u00" in bare:
+            found = {start + one.start() for one in _MODEL_STRING.finditer(bare)}
+        if may_end_inside:
+            found.add(start + len(bare) - len(parts[-1]) - 1)
+        if not found:
+            return
         depth, inside, at = self._depth, self._in_string, start
         for part in parts:
             if not inside:
-                depth += part.count(b"{") + part.count(b"[") - part.count(b"}") - part.count(b"]")
-            elif depth == 1 and at > start and len(part) <= MAX_KEY_BYTES:
+                if part not in _NO_BRACKETS:
+                    depth += part.count(b"{") + part.count(b"[") - part.count(b"}") - part.count(b"]")
+            elif depth == 1 and at > start and at - 1 in found:
                 self._note_model(at - 1)
             at += len(part) + 1
             inside = not inside
 
     def _note_model(self, at: int) -> None:
-        """Note the value after a string of the outermost object that begins at `at`, if the string is the key
-        `model`."""
+        """Note the value after a string of the outermost object that begins at `at`, if the string is the key `model`.
+        Raises LbError INVALID_JSON if there are too many of them.
+        """
+        if _MODEL_STRING.match(self._body, at) is None:
+            return
+        self._model_keys += 1
+        if self._model_keys > MAX_MODEL_KEYS:
+            raise LbError(Outcome.INVALID_JSON, f"The JSON body has more than {MAX_MODEL_KEYS} keys `model`.")
         end = at + MAX_MODEL_FIELD_BYTES
         key = MODEL_KEY.match(self._body, at, end)
         if key is None:
@@ -166,29 +192,35 @@ class Outline:
         elif key.end() == end or self._body.startswith(b'"', key.end()):
             self.has_long_model = True
 
-    def _cut(self, piece: bytes, parts: list[bytes], *, may_cut: bool) -> None:
-        """Omit long strings in a piece, and end a segment in it if `may_cut`. `parts`: the texts between its quotes."""
-        begun = self._in_string  # it began in an earlier slice
+    def _shorten(self, piece: bytes, parts: list[bytes], cut: int) -> None:
+        """Omit long strings in a piece, and end a segment at its comma at `cut` unless that is -1. `parts`: the texts
+        between its quotes.
+        """
+        inside = self._in_string
+        begun = inside  # it began in an earlier slice
         start = written = 0  # positions in `piece`
-        for part in parts:
+        for part in parts if self._uncut_left <= 0 else ():
             end = start + len(part)
-            if not self._in_string:
-                comma = self._walk_outside(part, may_cut=may_cut)
-                if comma >= 0:
-                    self._pieces.append(piece[written : start + comma])
-                    written = start + comma + 1
-                    self.segments.append(b"".join(self._pieces))
-                    self._pieces = []
-                    self._cut_at_cost = self._cost
-                    may_cut = False
-            elif self._uncut_left <= 0 and len(part) > MIN_OMITTED_BYTES:
+            if inside and len(part) > MIN_OMITTED_BYTES:
+                if 0 <= cut < start:
+                    written, cut = self._end_segment(piece, written, cut), -1
                 written = self._omit(piece, written, start if begun else start + KEPT_HEAD_BYTES, end)
             begun = False
             start = end + 1
-            self._in_string = not self._in_string
-        self._in_string = not self._in_string  # no quote follows the last part
+            inside = not inside
+        if cut >= 0:
+            written = self._end_segment(piece, written, cut)
         self._pieces.append(piece[written:])
         self._cost += len(piece) - written
+
+    def _end_segment(self, piece: bytes, written: int, cut: int) -> int:
+        """End the segment at the comma at `cut`. Returns the position up to which the piece is done."""
+        self._pieces.append(piece[written:cut])
+        self._cost += cut - written
+        self.segments.append(b"".join(self._pieces))
+        self._pieces = []
+        self._cut_at_cost = self._cost
+        return cut + 1
 
     def _omit(self, piece: bytes, written: int, start: int, end: int) -> int:
         """Omit about `piece[start:end]`, a part of a string. Returns the position up to which the piece is done:
@@ -204,31 +236,43 @@ class Outline:
         self._cost += first.end() - written
         return last.end()
 
-    def _walk_outside(self, part: bytes, *, may_cut: bool) -> int:
-        """Follow brackets outside of strings. Returns the position of the comma to cut at; -1 = none."""
+    def _follow_brackets(self, between: bytes, *, may_cut: bool) -> int:
+        """Follow the brackets in the text outside of strings. Returns the position there of the comma to cut at; -1:
+        none.
+        """
         comma = -1
         at = 0
-        for bracket in _BRACKET.finditer(part):
-            place = bracket.start()
+        for bracket in _BRACKET.finditer(between):
             if may_cut and comma < 0 and self._in_list and self._depth == LIST_DEPTH:
-                comma = part.find(b",", at, place)
+                comma = between.find(b",", at, bracket.start())
             self._follow_bracket(bracket[0])
-            at = place + 1
+            at = bracket.end()
         if may_cut and comma < 0 and self._in_list and self._depth == LIST_DEPTH:
-            comma = part.find(b",", at)
+            comma = between.find(b",", at)
         return comma
 
     def _follow_bracket(self, bracket: bytes) -> None:
         if bracket in {b"[", b"{"}:
             self._depth += 1
             if self._depth == 1:
-                self._in_object = bracket == b"{"
+                if bracket == b"[":
+                    raise not_an_object()
+                self._in_object = True
             elif self._depth == LIST_DEPTH:
                 self._in_list = bracket == b"["
             elif self._depth > MAX_DEPTH:
                 raise too_deep()
         else:
             self._depth -= 1
+
+
+def _position(parts: list[bytes], between: bytes, at: int, *, inside: bool) -> int:
+    """The position in a piece of what is at `at` in its text outside of strings. `parts`: the texts between its quotes,
+    of which the first is `inside` a string or not; `between`: those outside, with a quote for each string.
+    """
+    begin = between.rfind(b'"', 0, at) + 1
+    before = 2 * between.count(b'"', 0, at) + inside
+    return sum(map(len, parts[:before])) + before + at - begin
 
 
 def omitted_bytes(prompt: bytes, body_bytes: int) -> int:
@@ -241,6 +285,11 @@ def omitted_bytes(prompt: bytes, body_bytes: int) -> int:
 def too_deep() -> LbError:
     """The error for a body that is nested deeper than `MAX_DEPTH`."""
     return LbError(Outcome.INVALID_JSON, f"The request body is nested deeper than {MAX_DEPTH} levels.")
+
+
+def not_an_object() -> LbError:
+    """The error for a body that is JSON of another kind."""
+    return LbError(Outcome.INVALID_JSON, "The request body must be a JSON object.")
 
 
 def outline(body: bytes) -> Outline:

@@ -274,7 +274,7 @@ def has_json(request: ClientRequest) -> bool:
     route = request.route
     if not request.body and (request.method != "POST" or not route.is_inference):
         return False
-    return route.body is JSON_BODY or reads_json(route.body, request.fields.content_type, request.body)
+    return route.body is JSON_BODY or reads_json(route.body, request.method, request.fields.content_type, request.body)
 
 
 def has_form(request: ClientRequest) -> bool:

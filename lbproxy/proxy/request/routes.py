@@ -186,6 +186,8 @@ _TEXT_TYPES: Final = (b"text/", b"application/x-www-form-urlencoded")
 _CHARSET: Final = re.compile(rb";[ \t]*charset[ \t]*=[ \t]*\"?([^\";]*)")
 _LIKE_ASCII: Final = re.compile(rb"utf-?8|(?:us-)?ascii|(?:iso-?8859|windows|cp|latin)-?[0-9-]*[ \t]*")
 """Names of encodings in which the characters of JSON's own syntax are those of ASCII."""
+_CHANGES: Final = frozenset({"POST", "PUT", "PATCH"})
+"""Methods whose body means something, so that one that says that it is JSON must be."""
 _OBJECT: Final = re.compile(rb"[\x00\xef\xbb\xbf\xfe\xff \t\r\n]{0,256}+(?:\{|[\x00\xef\xbb\xbf\xfe\xff \t\r\n])")
 """How a JSON object begins, in every encoding that Python's json detects; or more blanks than are looked at."""
 
@@ -233,9 +235,11 @@ def form_of(takes: Body, content_type: bytes) -> Form:
     return Form.JSON if takes is Body.JSON or _JSON_TYPE.fullmatch(media) else Form.MAYBE_JSON
 
 
-def reads_json(takes: Body, content_type: bytes, body: bytes) -> bool:
+def reads_json(takes: Body, method: str, content_type: bytes, body: bytes) -> bool:
     """Whether a server could take this body for JSON, so that it must be read as such. Raises LbError as
     `form_of`.
     """
     form = form_of(takes, content_type)
-    return form is Form.JSON or (form is Form.MAYBE_JSON and _OBJECT.match(body) is not None)
+    if form is Form.JSON and method in _CHANGES:
+        return True
+    return form in {Form.JSON, Form.MAYBE_JSON} and _OBJECT.match(body) is not None

@@ -71,11 +71,16 @@ def test_segments_say_what_the_whole_says(body: object, spaces: int | None, esca
         b'{"a":[1,2]]',
         b'{"a":[1,2]}{"a":[1,2]}',
         b'{"a":[1,2],}',
-        b'[{"a":[1,2,3]}]',
     ],
 )
 def test_no_comma_is_forgotten_at_a_cut(text: bytes) -> None:
     assert by_segments(text) == by_one_parser(text)
+
+
+def test_what_is_a_list_is_refused_before_it_is_parsed() -> None:
+    large = LargeJson(b"[" + b'"a",' * 1_000_000 + b"1]")
+    with pytest.raises(LbError):
+        large.step()
 
 
 @pytest.mark.usefixtures("small")

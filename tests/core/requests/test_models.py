@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from lbproxy.config.parse import parse
 from lbproxy.core.requests import outline as outline_module
 from lbproxy.core.requests.models import Aliases
-from lbproxy.core.requests.openai import MAX_MODEL_KEYS, ModelCard, find_names
+from lbproxy.core.requests.openai import ModelCard, find_names
 from lbproxy.core.requests.outcome import LbError
-from lbproxy.core.requests.outline import MAX_MODEL_FIELD_BYTES, Outline, outline
+from lbproxy.core.requests.outline import MAX_MODEL_FIELD_BYTES, MAX_MODEL_KEYS, Outline, outline
 
 
 def renamed(body: bytes, model: str, found: Outline | None = None) -> bytes:
@@ -124,6 +124,7 @@ def test_an_alias_stands_before_a_model_of_its_name() -> None:
         ('{"x":"model","model":"a"}', '{"x":"model","model":"B"}'),
         ('{"x":"\u00fc\u4e2d","model":"\u00fc"}', '{"x":"\u00fc\u4e2d","model":"B"}'),
         ('{"x":NaN,"model":"a"}', '{"x":NaN,"model":"B"}'),
+        ('{"Model":"x","model":"a","MOD\\u0045l":"y"}', '{"Model":"B","model":"B","MOD\\u0045l":"B"}'),
     ],
 )
 def test_only_the_model_is_another(body: str, expected: str) -> None:

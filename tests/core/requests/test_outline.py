@@ -123,3 +123,47 @@ def test_it_takes_many_short_steps() -> None:
     while one.step():
         steps += 1
     assert steps >= 16
+
+
+MANY = {
+    "pairs": b'{"model":"m",' + b'"a":"b",' * 100_000 + b'"z":1}',
+    "a list of texts": b'{"model":"m","p":[' + b'"a",' * 200_000 + b'"model"]}',
+    "empty texts": b'{"model":"m","p":[' + b'"",' * 250_000 + b'""]}',
+    "escaped keys": b'{"model":"m",' + b'"\\u006e":"b",' * 80_000 + b'"z":1}',
+    "messages": b'{"model":"m","messages":[' + b'{"role":"user","content":"hi"},' * 30_000 + b"1]}",
+}
+
+
+@pytest.mark.parametrize("body", MANY.values(), ids=MANY.keys())
+def test_a_step_walks_a_bounded_number_of_texts(body: bytes) -> None:
+    """Steps were bounded by what parsing would cost: 1 MB of short texts held the event loop for .1 s a step."""
+    whole = Outline(body)
+    before, more = 0, True
+    while more:
+        try:
+            more = whole.step()
+        except LbError:
+            more = False
+        assert body.count(b'"', before, whole._at) <= outline_module.STEP_STRINGS + outline_module.SLICE_BYTES
+        before = whole._at
+
+
+@pytest.mark.parametrize(
+    "unit", [b'"model":"a",', b'"model":1,', b'"model"' + b" " * 40 + b",", b'"mod\\u0065l":1,', b'"MODEL":"a",']
+)
+def test_a_body_that_names_a_thousand_models_is_refused_at_once(unit: bytes) -> None:
+    """Each was looked at with the 8 KiB that follow it."""
+    whole = Outline(b'{"x":1,' + unit * 200_000 + b'"z":1}')
+    with pytest.raises(LbError):
+        _walk(whole)
+    assert whole._at < MIB
+    assert whole._model_keys == outline_module.MAX_MODEL_KEYS + 1
+
+
+def _walk(whole: Outline) -> None:
+    while whole.step():
+        pass
+
+
+def test_values_that_are_called_model_are_no_keys() -> None:
+    assert len(outline(b'{"model":"m","p":[' + b'"model",' * 20_000 + b'"a"]}').models) == 1
