@@ -16,6 +16,7 @@ from rich.text import Text
 from lbproxy import __version__
 from lbproxy.config.publishers import overlap, read_publisher
 from lbproxy.config.sections.replicas import ReplicasSettings
+from lbproxy.config.shown import without_parts_of
 from lbproxy.config.tree import Settings
 from lbproxy.control.admin.key_files import Credentials, read_credentials
 from lbproxy.control.discovery.discovery import Discovery
@@ -124,7 +125,8 @@ async def _replicas(settings: ReplicasSettings) -> Text:
     try:
         others = await dial(settings)
     except StoreError as error:
-        text = f"\nreplicas: {url} cannot be used, so lbproxy would go on alone: {error}{_hint(url, str(error))}"
+        problem = without_parts_of(str(error), settings.url.get_secret_value())
+        text = f"\nreplicas: {url} cannot be used, so lbproxy would go on alone: {problem}{_hint(url, problem)}"
         return Text(text, style="red")
     versions = {version for _, version in others} - {__version__}
     listed = _some([f"{name} ({version})" for name, version in others]) or "none"

@@ -6,6 +6,6 @@ and `${ENV}`, `tree` says which keys there are, `sections` has one module for ea
 units, host names and URLs, `descriptions` what each key is for, `scenario` the keys of `lbproxy sim`.
 
 Imported by: `app`, `check`, `cli`, `control`, `core`, `data_plane`, `demo`, `extras`, `processes`, `proxy`, `runtime`,
-`sections`, `settings_file`, `sim_cli`, `workers`. It imports nothing of lbproxy. Never: state. Nothing else in lbproxy
-imports yaml or pydantic.
+`sections`, `settings_file`, `sim_cli`, `terminal`, `workers`. It imports nothing of lbproxy. Never: state. Nothing else
+in lbproxy imports yaml or pydantic.
 """

@@ -10,6 +10,8 @@ from __future__ import annotations
 from argparse import ArgumentTypeError
 from urllib.parse import SplitResult, urlsplit
 
+from lbproxy.config.shown import without_values
+
 ADMIN = "127.0.0.1:9901"
 """The admin listener, unless the settings say another."""
 LISTEN = "127.0.0.1:8080"
@@ -26,7 +28,7 @@ def url(text: str) -> str:
 
         unix = read_unix_url(text)
         if unix is None:
-            raise ArgumentTypeError(f"expected unix: and the absolute path of a socket, got {text!r}")
+            raise ArgumentTypeError(f"expected unix: and the absolute path of a socket, got {without_values(text)!r}")
         return unix
     parts = _parts(text)
     if parts.scheme:
@@ -63,4 +65,4 @@ def _parts(text: str) -> SplitResult:
 
 
 def _unreadable(text: str) -> ArgumentTypeError:
-    return ArgumentTypeError(f"expected {FORMS}, such as {ADMIN}, got {text!r}")
+    return ArgumentTypeError(f"expected {FORMS}, such as {ADMIN}, got {without_values(text)!r}")

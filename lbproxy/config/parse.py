@@ -11,7 +11,6 @@ its path. Nothing else in lbproxy imports yaml or pydantic.
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar, get_args, get_origin
 
@@ -24,7 +23,8 @@ from lbproxy.config.sections.endpoints import (
     OWN_ENGINES,
     EndpointSettings,
 )
-from lbproxy.config.text import ConfigError, Plain, is_secret, join, one_line, read_text
+from lbproxy.config.shown import without_values
+from lbproxy.config.text import ConfigError, Read, is_secret, join, one_line, read_text
 from lbproxy.config.tree import OWN_ADDRESSES, EndpointList, Settings
 
 Root = TypeVar("Root", bound=BaseModel)
@@ -46,7 +46,7 @@ def parse_endpoints(
     """The endpoints that a file lists which `settings` name. Raises `ConfigError` and nothing else, as `parse` does."""
     own = {key: getattr(settings, key) for key in ("listen", "admin") if getattr(settings, key) is not None}
     context = {OWN_ENGINES: list(settings.engines), OWN_ADDRESSES: own, FOLDER: folder}
-    return _validated(EndpointList, *read_text(text, environ=environ, source=source), context, source).root
+    return _validated(EndpointList, read_text(text, environ=environ, source=source), context, source).root
 
 
 def parse_scenario(text: str, *, environ: Mapping[str, str], source: str = "scenario") -> Scenario:
@@ -55,22 +55,21 @@ def parse_scenario(text: str, *, environ: Mapping[str, str], source: str = "scen
 
 
 def _read_as(root: type[Root], text: str, environ: Mapping[str, str], source: str, folder: str = "") -> Root:
-    values, problems = read_text(text, environ=environ, source=source)
-    context = {OWN_ENGINES: _own_engines(values), FOLDER: folder}
-    return _validated(root, {} if values is None else values, problems, context, source)
+    read = read_text(text, environ=environ, source=source)
+    context = {OWN_ENGINES: _own_engines(read.values), FOLDER: folder}
+    return _validated(root, read, context, source)
 
 
 def with_endpoints(settings: Settings, endpoints: Sequence[object], *, source: str) -> Settings:
     """`settings` with these endpoints instead, each an entry of it or what a file would say. Raises ConfigError."""
     values = dict(settings) | {"endpoints": list(endpoints)}
-    return _validated(Settings, values, {}, {OWN_ENGINES: list(settings.engines)}, source)
+    return _validated(Settings, Read(values, {}, frozenset()), {OWN_ENGINES: list(settings.engines)}, source)
 
 
-def _validated(
-    root: type[Root], values: object, problems: dict[str, str], context: Mapping[str, object], source: str
-) -> Root:
-    """The tree of these values; `problems` are those with the text. Raises ConfigError with all there are."""
-    tree = None
+def _validated(root: type[Root], read: Read, context: Mapping[str, object], source: str) -> Root:
+    """The tree of what was read. Raises ConfigError with all problems there are."""
+    tree, problems = None, read.problems
+    values = {} if read.values is None and root is not EndpointList else read.values
     try:
         tree = root.model_validate(values, context=dict(context))
     except ValidationError as error:
@@ -78,8 +77,10 @@ def _validated(
         for details in error.errors(include_url=False):
             loc = details["loc"]
             # What could not be read is told once, and not again for what its absence means.
-            if unread.isdisjoint(_path(loc[:end]) for end in range(1, len(loc) + 1)):
-                problems.setdefault(_path(loc) or "the text", _wrong(details, root))
+            paths = [_path(loc[:end]) for end in range(1, len(loc) + 1)]
+            if unread.isdisjoint(paths):
+                wrong = _wrong(details, root, is_expanded=not read.expanded.isdisjoint(paths))
+                problems.setdefault(_path(loc) or "the text", wrong)
     if tree is None or problems:
         raise ConfigError(source, [f"{path}: {wrong}" for path, wrong in problems.items()])
     return tree
@@ -123,7 +124,7 @@ def endpoint_schema(ref_template: str) -> tuple[dict[str, object], dict[str, dic
     return mapping["properties"], made["$defs"]
 
 
-def _own_engines(values: Plain) -> list[str]:
+def _own_engines(values: object) -> list[str]:
     engines = values.get("engines") if isinstance(values, dict) else None
     return list(engines) if isinstance(engines, dict) else []
 
@@ -139,7 +140,7 @@ _WORDING = {
 """Pydantic speaks of Python; a settings file has mappings, lists and text."""
 
 
-def _wrong(details: ErrorDetails, root: type[BaseModel]) -> str:
+def _wrong(details: ErrorDetails, root: type[BaseModel], *, is_expanded: bool) -> str:
     kind = details["type"]
     if kind == "missing":
         return "required, but not there"
@@ -148,6 +149,8 @@ def _wrong(details: ErrorDetails, root: type[BaseModel]) -> str:
     worded = _WORDING.get(kind, details["msg"].replace("Input should be ", "expected "))
     if is_secret(_path(details["loc"])):
         return worded
+    if isinstance(details["input"], str) and (is_expanded or not details["loc"]):
+        return f"{worded}, got another text"  # of a variable, or of a file that is no settings file: of keys, perhaps
     return f"{worded}, got {_shown(details['input'])}"
 
 
@@ -182,11 +185,11 @@ def _path(loc: tuple[int | str, ...]) -> str:
 
 
 def _shown(value: object) -> str:
-    """A refused value, as a user would recognise it, in one short line and without passwords."""
+    """A refused value, as a user would recognise it, in one short line and without what may be secret in a URL."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, dict | BaseModel):
         return "a mapping"
     if isinstance(value, list | tuple):
         return f"a list of {len(value)}"
-    return one_line(re.sub(r"//.*@", "//***@", ascii(value)))
+    return one_line(ascii(without_values(value)) if isinstance(value, str) else ascii(value))

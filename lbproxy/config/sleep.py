@@ -6,9 +6,10 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from pydantic import SecretStr, field_validator, model_validator
+from pydantic import PlainSerializer, SecretStr, field_validator, model_validator
 
 from lbproxy.config.section import Section, ShortSection
+from lbproxy.config.shown import without_path
 from lbproxy.config.values import check_token, count, duration, expected, read_origin
 
 MAX_HOSTS = 1024
@@ -28,7 +29,7 @@ class HostSettings(Section):
 class ColdStartSettings(ShortSection):
     """A webhook that has an endpoint started which is not there at all: a URL, or a mapping."""
 
-    url: str
+    url: Annotated[str, PlainSerializer(without_path, return_type=str, when_used="json")]
     """`http://host:port/path` or https: gets a POST with a JSON object: endpoint, url, model, waiting."""
     timeout: Annotated[float, duration("1s", "2h")] = 600.0
     """Seconds in which the endpoint must be up. After that the webhook is called again, with a back-off."""

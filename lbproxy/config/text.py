@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import yaml
 
@@ -43,8 +43,18 @@ class ConfigError(ValueError):
         super().__init__("\n".join([f"{source}: {count}", *(f"  {line}" for line in shown)]))
 
 
-def read_text(text: str, *, environ: Mapping[str, str], source: str) -> tuple[Plain, dict[str, str]]:
-    """The values of a text, and by path what is wrong with some of them; such values are left out.
+class Read(NamedTuple):
+    """A text that was read."""
+
+    values: object
+    problems: dict[str, str]
+    """By path what is wrong with some values, which are left out."""
+    expanded: frozenset[str]
+    """Paths of values with something of the environment in them: errors do not repeat these."""
+
+
+def read_text(text: str, *, environ: Mapping[str, str], source: str) -> Read:
+    """The values of a text.
 
     Raises ConfigError if the text as a whole cannot be read.
     """
@@ -60,7 +70,7 @@ def read_text(text: str, *, environ: Mapping[str, str], source: str) -> tuple[Pl
         # Not only YAMLError: PyYAML lets chr() fail on the escape "\UFFFFFFFF" and int() on a version of 5,000 digits.
         raise ConfigError(source, [f"the text: not YAML, {one_line(str(error))}"]) from None
     reader = _Reader(environ)
-    return (None if node is None else reader.plain(node, "")), reader.problems
+    return Read(None if node is None else reader.plain(node, ""), reader.problems, frozenset(reader.expanded))
 
 
 def join(path: str, key: str | int) -> str:
@@ -72,7 +82,9 @@ def join(path: str, key: str | int) -> str:
     return f"{path}.{key}" if path else key
 
 
-_SECRET_PATH = re.compile(r"(?:.*\.)?(?:auth|token|api_key|headers|proxy)(?:[.\[].*)?")
+_SECRET_PATH = re.compile(
+    r"(?:.*\.)?(?:auth|token|api_key|headers|proxy)(?:[.\[].*)?|replicas(?:\.url(?:[.\[].*)?)?|.*\.cold_start(?:\.url)?"
+)
 
 
 def is_secret(path: str) -> bool:
@@ -154,6 +166,7 @@ class _Reader:
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
         self.problems: dict[str, str] = {}
+        self.expanded: set[str] = set()
 
     def plain(self, node: yaml.Node, path: str) -> Plain:
         if isinstance(node, yaml.MappingNode):
@@ -177,9 +190,9 @@ class _Reader:
             line = key_node.start_mark.line + 1
             words = _MODEL_NAME if _MODELS.fullmatch(path) else _PLAIN_KEY
             if not isinstance(key_node, yaml.ScalarNode) or not words.fullmatch(key_node.value):
-                shown = ascii(key_node.value) if isinstance(key_node, yaml.ScalarNode) else "a collection"
+                got = "" if isinstance(key_node, yaml.ScalarNode) else ", got a collection"
                 self.problems[f"{path}, line {line}" if path else f"line {line}"] = (
-                    f"expected a plain word as the key, got {one_line(shown)}"
+                    f"expected a plain word as the key{got}"
                 )
                 continue
             key = key_node.value
@@ -203,12 +216,15 @@ class _Reader:
 
         wrong = None
         expanded = text
-        got = "" if is_secret(path) else f", got {one_line(ascii(text))}"
         if len(text) <= MAX_STRING_CHARS:
             expanded = _REFERENCE.sub(value, text)
+        if expanded != text:
+            self.expanded.add(path)
+        # What else is in the text is not repeated: it may be a password beside a variable for the host.
         if "${" in _REFERENCE.sub("", text):
-            wrong = f"expected ${{NAME}} or ${{NAME:-default}}{got}"
+            wrong = "expected ${NAME} or ${NAME:-default}"
         elif missing:
+            got = f", got {text!a}" if text == f"${{{missing[0]}}}" else ""
             wrong = f"environment variable {one_line(missing[0])} is not set{got}"
         elif len(expanded) > MAX_STRING_CHARS:
             wrong = f"expected at most {MAX_STRING_CHARS} characters, got {len(expanded)}"

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Annotated, ClassVar, TypeAlias
 
-from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, SecretStr
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, PlainSerializer, SecretStr
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from lbproxy.config.shown import without_values
 
 
 def expected(what: str) -> PydanticCustomError:
@@ -199,6 +201,8 @@ _HTTP_URL = re.compile(
     r"(?P<path>(?:/[!\"$-~]*)?)"  # printable ASCII without "#"; user and password are not accepted anywhere
 )
 DEFAULT_PORTS = {"http": 80, "https": 443}
+ShownUrl: TypeAlias = Annotated[str, PlainSerializer(without_values, return_type=str, when_used="json")]
+"""A URL or path whose query may be a secret: shown without it."""
 PATH = re.compile(r"/(?!/)[!\"$-~]{0,1023}")
 _LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"  # with "_", which compose's service names have
 _NAME = re.compile(rf"(?=.{{1,254}}$){_LABEL}(?:\.{_LABEL})*\.?")

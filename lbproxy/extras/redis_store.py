@@ -35,6 +35,7 @@ from redis.exceptions import (
     RedisError,
 )
 
+from lbproxy.config.shown import without_parts_of
 from lbproxy.config.text import one_line
 from lbproxy.extras.store import StoreError
 
@@ -67,7 +68,7 @@ class RedisStore:
             if not isinstance(self._redis, RedisCluster):
                 self._redis.connection_pool.make_connection()  # checks the options, and connects nowhere
         except (ValueError, TypeError, RedisError) as error:
-            raise StoreError(_why(error)) from None
+            raise StoreError(without_parts_of(_why(error), url)) from None
 
     def _key(self, kind: str, replica: str = "") -> str:
         return f"{self._prefix}:{kind}:{replica}" if replica else f"{self._prefix}:{kind}"

@@ -25,6 +25,7 @@ import orjson
 
 from lbproxy import __version__
 from lbproxy.config.sections.replicas import ReplicasSettings
+from lbproxy.config.shown import without_parts_of
 from lbproxy.config.text import ConfigError, one_line
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.replicas.batches import BatchError, decode, encode
@@ -219,7 +220,8 @@ class Replication:
 
     def _failed(self, error: BaseException) -> None:
         self.stats.failures += 1
-        text = str(_first(error))
+        url = self._settings.url
+        text = str(_first(error)) if url is None else without_parts_of(str(_first(error)), url.get_secret_value())
         if self.problem != text:
             self.problem = text
             told = "replicas: %s cannot be used, so this one goes on alone: %s"

@@ -17,6 +17,7 @@ from urllib.parse import quote
 
 import httpx
 
+from lbproxy.config.shown import without_values
 from lbproxy.control.admin.made_token import file_name, read_token
 
 TIMEOUT_S = 10.0
@@ -37,7 +38,7 @@ class AdminClient:
 
     def __init__(self, url: str, token: str | None = None) -> None:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self.url = url
+        self.url = without_values(url)
         self._given = token or None
         unix = url.startswith("unix:")
         transport = httpx.HTTPTransport(uds=url.removeprefix("unix:")) if unix else None
@@ -47,8 +48,8 @@ class AdminClient:
             self._client = httpx.Client(
                 base_url=base, headers=headers, timeout=TIMEOUT_S, trust_env=False, transport=transport
             )
-        except (httpx.InvalidURL, ValueError) as error:
-            raise AdminError(f"{url} is not a URL: {error}") from None
+        except (httpx.InvalidURL, ValueError):
+            raise AdminError(f"{self.url} is not a URL") from None
 
     def close(self) -> None:
         """Let go of its connections."""

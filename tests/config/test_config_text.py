@@ -39,16 +39,16 @@ def test_environment_cannot_inject_yaml() -> None:
     (problem,) = problems("endpoints: ['${A}']", {"A": "http://a\nlisten: 0.0.0.0:80"})
     assert problem.startswith("endpoints[0].url: expected http://host:port")
     (problem,) = problems("endpoints: ${A}", {"A": "[http://a]"})
-    assert problem == "endpoints: expected a list, got '[http://a]'"
+    assert problem == "endpoints: expected a list, got another text"
 
 
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
         ("${NO_SUCH}", "environment variable NO_SUCH is not set, got '${NO_SUCH}'"),
-        ("${", "expected ${NAME} or ${NAME:-default}, got '${'"),
-        ("${A B}", "expected ${NAME} or ${NAME:-default}, got '${A B}'"),
-        ("${A:-${B}}", "expected ${NAME} or ${NAME:-default}, got '${A:-${B}}'"),
+        ("${", "expected ${NAME} or ${NAME:-default}"),
+        ("${A B}", "expected ${NAME} or ${NAME:-default}"),
+        ("${A:-${B}}", "expected ${NAME} or ${NAME:-default}"),
         ("${BIG}${BIG}", "expected at most 4096 characters, got 8000"),
         ("x" * 4097, "expected at most 4096 characters, got 4097"),
         ("${BYTES}", "expected valid Unicode"),
@@ -86,7 +86,7 @@ def test_all_problems_come_at_once_each_with_its_path() -> None:
         f"  endpoints[0].url: {url}, got 'gpu-1'",
         f"  endpoints[1].url: {url}, got 'ftp://gpu-2:8000'",
         f"  endpoints[2].url: {url}, got 'http://***@gpu-3:8000'",
-        f"  endpoints[3].url: {url}, got 'http://gpu-4:8000/v1?x'",
+        f"  endpoints[3].url: {url}, got 'http://gpu-4:8000/v1?***'",
         "  endpoints[4].nam: unknown key, did you mean name?",
         "  endpoints[5].name: expected 1 to 64 letters, digits or any of ._:[]-, got 'six six'",
         f"  endpoints[6].engine: expected one of auto, {', '.join(BUILT_IN_ENGINES)}, got 'vlm'",
@@ -145,7 +145,7 @@ def test_endless_problems_are_cut() -> None:
         ("a: !!int 3", "line 1, column 4: tags are not accepted"),
         ("a: 1\n---\nb: 2", "line 2, column 1: but found another document"),
         ("[1]", "the text: expected a mapping, got a list of 1"),
-        ("x", "the text: expected a mapping, got 'x'"),
+        ("x", "the text: expected a mapping, got another text"),
         ("[" * 100, f"line 1, column {MAX_DEPTH + 1}: more than {MAX_DEPTH} levels"),
         ("a: [" + "1," * 30_000 + "]", "line 1, column 39999: more than 20000 values"),
         ("x" * (MAX_TEXT_CHARS + 1), "the text: expected at most 1 MiB, got 1048577 characters"),
@@ -153,7 +153,7 @@ def test_endless_problems_are_cut() -> None:
         ('a: "\\UFFFFFFFF"', "the text: not YAML, "),
         ("%YAML 1." + "1" * 5000, "the text: not YAML, "),
         ("? [a]\n: 1", "line 1: expected a plain word as the key, got a collection"),
-        ('log:\n  "a\\nb": 1', "log, line 2: expected a plain word as the key, got 'a\\nb'"),
+        ('log:\n  "a\\nb": 1', "log, line 2: expected a plain word as the key"),
     ],
 )
 def test_text_that_is_no_settings_file(text: str, problem: str) -> None:

@@ -6,12 +6,16 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+from collections.abc import Iterator
 from hashlib import sha256
+from typing import get_args, get_origin
 
 import pytest
+from pydantic import BaseModel
 
-from lbproxy.config.parse import parse
+from lbproxy.config.parse import parse, without_secrets
 from lbproxy.config.sections.access import MAX_KEYS, MAX_SECRET_CHARS, MIN_SECRET_CHARS, Secret, read_key_file
+from lbproxy.config.shown import without_parts_of, without_path, without_values
 from lbproxy.config.text import ConfigError
 from lbproxy.config.tree import Settings
 
@@ -145,3 +149,113 @@ def test_a_file_of_too_many_keys_is_an_error() -> None:
     lines = (f"{n:020}" for n in range(MAX_KEYS + 1))
     with pytest.raises(ConfigError, match="at most 10000 keys"):
         read_key_file("\n".join(lines), source="keys")
+
+
+# --- URLs and variables: everywhere, right or wrong ------------------------------------------------------------------
+
+SECRET = "hunter2hunter2hunter2"
+ENVIRON = {"SECRET": SECRET, "HOST": "h"}
+FORMS_OF_A_SECRET = (
+    *("http://user:{}@h:1/x", "http://user:{}@h", "http://h:1/x?api-key={}", "http://h:1/x#{}", "//{}@h"),
+    "http://u:{}",
+    *("redis://:{}@h:1:2", "redis:{}@h", "redis://u:{}/x y@h", "redis://h/0?password={}&x=y", "tcp://{}@h:1"),
+    *("h:{}@h", "/x?token={}", ":1/x?token={}", "file:x?{}", "dns+http://{}@h:1", "http://h:1/?{}@h"),
+)
+FORMS_OF_A_VARIABLE = (
+    *("${{SECRET}}", "x${{SECRET}} y", "http://${{HOST}}:x/${{SECRET}}", "{}${{UNSET}}", "{}${{"),
+    "http://u:{}@${{UNSET}}:1",
+    *("${{UNSET:-{} ü}}", "${{A:-{}${{B}}}}"),
+)
+
+
+def texts_in(section: type[BaseModel], at: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The paths of all settings, numbers and words included. `*`: any name; `0`: an item."""
+    for key, facts in section.model_fields.items():
+        yield from _texts_of(facts.annotation, (*at, key))
+
+
+def _texts_of(annotation: object, at: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    yield at
+    origin = get_origin(annotation)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield from texts_in(annotation, at)
+    for one in get_args(annotation):
+        inner = (*at, "*") if origin is dict else (*at, "0") if origin in {tuple, list} else at
+        is_section = isinstance(one, type) and (issubclass(one, BaseModel) or origin in {dict, tuple, list})
+        if is_section or get_origin(one) is not None:
+            yield from _texts_of(one, inner)
+
+
+PATHS = sorted({path for path in texts_in(Settings) if len(path) < 8})
+
+
+def written(path: tuple[str, ...], text: str) -> str:
+    """A settings file with this text there."""
+    value: object = text
+    for key in reversed(path):
+        value = [value] if key == "0" else {"name" if key == "*" else key: value}
+    assert isinstance(value, dict)
+    endpoints = value.get("endpoints")
+    if path[:2] == ("endpoints", "0") and isinstance(endpoints, list) and isinstance(endpoints[0], dict):
+        endpoints[0].setdefault("url", "http://gpu-1:8000")
+    return json.dumps({"endpoints": ["http://gpu-1:8000"], **value})
+
+
+def test_the_walk_finds_the_settings_that_matter() -> None:
+    found = {".".join(path) for path in PATHS}
+    assert len(found) > 150
+    assert found >= {
+        *("replicas.url", "endpoints.0.url", "endpoints.0.metrics", "endpoints.0.proxy", "endpoints.0.cold_start.url"),
+        *("traces.endpoint", "traces.headers.*", "listen", "admin.token", "cors.origins.0", "routing.policy"),
+    }
+
+
+@pytest.mark.parametrize("form", [*FORMS_OF_A_SECRET, *FORMS_OF_A_VARIABLE])
+def test_no_value_of_a_url_or_of_a_variable_is_ever_told(form: str) -> None:
+    """At every path, whatever it is for: what is refused is not repeated, and what is accepted is not shown."""
+    refused = 0
+    for path in PATHS:
+        told = _told(written(path, form.format(SECRET)))
+        refused += told.startswith("settings: ")
+        if told.startswith("settings: ") or (form in FORMS_OF_A_SECRET and not _is_a_name(path)):
+            assert SECRET not in told, (path, form)
+    assert refused > len(PATHS) / 2
+
+
+def _told(text: str) -> str:
+    """What is refused, or what is shown of what is not."""
+    try:
+        return json.dumps(without_secrets(parse(text, environ=ENVIRON)))
+    except ConfigError as error:
+        return str(error)
+
+
+def _is_a_name(path: tuple[str, ...]) -> bool:
+    """What may be any text, and is no URL: names of models, services and files, Unix sockets among them."""
+    return path[-1] in {"file", "service_name", "ca", "cert", "key", "unix", "*"} or "models" in path or "model" in path
+
+
+def test_a_file_that_is_no_settings_file_is_not_repeated() -> None:
+    """Of keys, or of a shell's variables."""
+    keys = (SECRET, f"key:{SECRET}", f"- {SECRET}", f"'{SECRET}/+': x")
+    for text in (*keys, f"PASSWORD={SECRET}", f"a: b: {SECRET}", f"&{SECRET} x"):
+        with pytest.raises(ConfigError) as error:
+            parse(text, environ={})
+        assert SECRET not in str(error.value), text
+
+
+def test_what_is_shown_of_a_url() -> None:
+    shown = {
+        "http://gpu-1:8000/v1": "http://gpu-1:8000/v1",
+        "http://user:pw@h:1/p?q#f": "http://***@h:1/p?***",
+        "user:p@w@h": "***@h",
+        "redis://u:pw": "redis://u:***",
+        "/metrics?token=x": "/metrics?***",
+        "unix:/run/x": "unix:/run/x",
+        "[::1]:80": "[::1]:80",
+        "http://[::1]:80/x": "http://[::1]:80/x",
+    }
+    assert {url: without_values(url) for url in shown} == shown
+    assert without_path("https://hooks.example/services/T0/B0/x") == "https://hooks.example/***"
+    said = without_parts_of("invalid password hunter2 of u at h:1", "redis://u:hunter2@h:1/0?db=hunter3")
+    assert said == "invalid password *** of u at h:1"

@@ -21,6 +21,7 @@ from lbproxy.config.values import (
     Interval,
     Quantity,
     Ranks,
+    ShownUrl,
     Timeout,
     check_model_name,
     check_token,
@@ -100,10 +101,10 @@ class EndpointSettings(ShortSection):
     engine: str = "auto"
     """The server's software, which decides the names of its metrics: a built-in engine or one of `engines`. `auto` =
     detected from its metrics."""
-    metrics: str | None = "auto"
+    metrics: ShownUrl | None = "auto"
     """Where its metrics are: `auto` (the engine's usual place), a path, `:port/path` on the same host, an absolute URL
     (for a single server only), or null = not scraped."""
-    health: str | None = "/health"
+    health: ShownUrl | None = "/health"
     """Path of the health check, which returns a status below 500 while the server is alive. null = not probed: up until
     requests fail."""
     models: tuple[str, ...] | None = None

@@ -20,7 +20,7 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, InitErrorDetails, core_schema
 
 from lbproxy.config.section import Section
-from lbproxy.config.values import PATH, count, expected
+from lbproxy.config.values import PATH, ShownUrl, count, expected
 
 BUILT_IN_ENGINES = ("vllm", "sglang", "trtllm-serve", "triton-tensorrt-llm", "llamacpp")
 """The keys of `core.engines.dialects.ENGINES` (a test holds the two together: config may not import core)."""
@@ -202,7 +202,7 @@ Port: TypeAlias = Annotated[int, count("1", "65535")]
 class EngineSettings(Section):
     """Where an engine exports its load. null keeps the built-in value; an engine of your own has no built-in values."""
 
-    metrics_path: str | None = None
+    metrics_path: ShownUrl | None = None
     """Path of the metrics page, for endpoints with `metrics: auto`. null = /metrics."""
     metrics_port: Port | None = None
     """Port of the metrics page, on the endpoint's host. null = the endpoint's own."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from lbproxy.config.sections.endpoints import ScrapeSettings
 from lbproxy.config.sections.health import HealthSettings
+from lbproxy.config.shown import without_values
 from lbproxy.control.probing.prober import ModelsAnswer, ask_description, ask_health, ask_models, self_describing
 from lbproxy.control.probing.scraper import Found, ScrapeError, Target, fetch_page, find_page
 from lbproxy.core.endpoints.endpoint import EndpointSpec, handover_of
@@ -186,7 +187,7 @@ async def _ask_load(
         reading.metrics,
         len(reading.ranks) or 1,
         _reported(found),
-        str(found.target),
+        without_values(str(found.target)),
         None if present else f"none of {found.engine}'s metrics is on the page",
     )
 

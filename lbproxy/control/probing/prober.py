@@ -22,6 +22,7 @@ import random
 from typing import NamedTuple
 
 from lbproxy.config.sections.health import HealthSettings
+from lbproxy.config.shown import without_values
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.engines.server_info import SERVER_INFO, Description, engine_of, read_description
@@ -80,7 +81,7 @@ async def ask_health(endpoint: EndpointSpec, path: str, connections: ConnectionP
     except UpstreamError as error:
         ok = None if error.kind is FailureKind.EXHAUSTED else False
         return HealthAnswer(ok, False, error.detail, error.refused)
-    return HealthAnswer(answer.status < 500, True, f"GET {path} returned {answer.status}")
+    return HealthAnswer(answer.status < 500, True, f"GET {without_values(path)} returned {answer.status}")
 
 
 async def ask_models(endpoint: EndpointSpec, connections: ConnectionPool, timeout_s: float) -> ModelsAnswer:

@@ -28,6 +28,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from lbproxy.config.sections.endpoints import ScrapeSettings
+from lbproxy.config.shown import without_values
 from lbproxy.control.probing.prober import JITTER
 from lbproxy.core.endpoints.credentials import ApiKey
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec
@@ -149,6 +150,7 @@ async def fetch_page(target: Target, connections: ConnectionPool, *, timeout_s: 
         answer = await fetch(connections, origin, path, timeout_s=timeout_s, max_bytes=max_bytes, key=target.key)
     except UpstreamError as error:
         raise ScrapeError(error.kind.value, error.detail, answered=False) from error
+    path = without_values(path)
     if answer.status != 200:
         raise ScrapeError("status", f"{origin}: GET {path} returned {answer.status}")
     kind = answer.content_type.partition(";")[0].strip()
