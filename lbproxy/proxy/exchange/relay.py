@@ -53,10 +53,11 @@ from lbproxy.request_runtime import RequestRuntime
 
 HOLD_HEAD_S: Final = 0.25
 """How long the head of a stream waits for a first event. Clients would notice a longer delay."""
-_CUTS: Final = {
+CUTS: Final = {
     Outcome.DRAINING: (Outcome.CUT, "the load balancer was stopped"),
     Outcome.OVERLOADED: (Outcome.OVERLOADED, "the load balancer ran out of resources"),
 }
+"""How a response ends that is cut, by the reason, and what the client is told if it can be."""
 PROGRESS_S: Final = 0.25
 """The minimum interval of progress reports for a stream."""
 
@@ -318,7 +319,7 @@ class Relay(PayloadWatcher):
             connection.abort()
             if self.revocable:
                 self._write(b"")
-            outcome, text = _CUTS[why]
+            outcome, text = CUTS[why]
             self._break(outcome, LbError(outcome, f"{text} after {self._events} events"), connection)
 
     def _break(self, outcome: Outcome, client_error: LbError, connection: Connection | None) -> None:
@@ -495,8 +496,8 @@ def can_continue(head: ResponseHead) -> bool:
 
 def end_after_head(client: Client, record: RequestRecord, error: LbError) -> None:
     """Send an error event to a client that has the head of a stream and none of a body; its connection closes."""
-    if error.outcome in _CUTS:
-        record.outcome, text = _CUTS[error.outcome]
+    if error.outcome in CUTS:
+        record.outcome, text = CUTS[error.outcome]
         client_error = LbError(record.outcome, f"{text} after 0 events")
     else:
         # A retry that lbproxy refuses (queue full, waited too long) says so; its client may try again later.

@@ -39,7 +39,6 @@ from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.forwarding import may_forward
 from lbproxy.proxy.request.handshake import read_handshake
 from lbproxy.proxy.request.headers import SWITCHES, asking_as_it_is, origin_form, read_request_fields
-from lbproxy.proxy.request.own_responses import models_body
 from lbproxy.proxy.request.reading import has_form, has_json
 from lbproxy.proxy.request.routes import ADAPTERS, HEALTH, HEALTH_PATH, Route, find_route
 from lbproxy.request_runtime import RequestRuntime
@@ -362,7 +361,7 @@ class FrontEnd(web.Server):
         if not self._runtime.any_up():
             raise LbError(Outcome.NO_ENDPOINTS)
         if route is not HEALTH:
-            turn.respond(200, models_body(self.requests.reading.model_cards(), turn.record.path))
+            turn.respond(200, self.requests.models.body(self.requests.reading.model_cards(), turn.record.path))
         elif self.requests.last:
             raise LbError(Outcome.DRAINING)
         else:

@@ -5,15 +5,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Final
 
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.proxy.exchange.exchange import Exchange
 from lbproxy.proxy.exchange.exchanger import Exchanger
+from lbproxy.proxy.exchange.relay import CUTS
 from lbproxy.proxy.exchange.steps import FINISHED
 from lbproxy.proxy.front.connection import ClientConnection
 from lbproxy.proxy.front.overload import Overload
-from lbproxy.proxy.request.own_responses import json_response, no_content_response
+from lbproxy.proxy.request.own_responses import json_head, no_content_response
+
+PIECE_BYTES: Final = 64 << 10
+"""Of a body of lbproxy itself that is written at a time; most are smaller."""
 
 
 class Front(ABC):
@@ -32,7 +37,7 @@ class Front(ABC):
 
     @abstractmethod
     def write(self, client: ClientConnection, record: RequestRecord, response: bytes) -> None:
-        """Write a complete response of lbproxy itself."""
+        """Write a complete response of lbproxy itself, or a part of one."""
 
     @abstractmethod
     def refuse(
@@ -46,6 +51,12 @@ class Turn(Exchange):
 
     held_bytes: int = 0
     """Bytes of its body that are counted in `Overload`."""
+    _rest: bytes = b""
+    """The body of a response of lbproxy itself that goes out in pieces, as the client reads: all clients share it."""
+    _rest_at: int = 0
+    """How much of it went out."""
+    _keeps: bool = False
+    """Whether its head says that the connection lives on."""
 
     def __init__(
         self,
@@ -73,14 +84,52 @@ class Turn(Exchange):
         self._front.overload.release(self)
 
     def respond(self, status: int, body: bytes, *, allow: str | None = None) -> None:
-        """End with a response of lbproxy itself, unless it is finished. `allow`: the methods that are allowed here."""
+        """End with a response of lbproxy itself, unless it is finished: now, or when the client has read enough of it.
+        `allow`: the methods that are allowed here.
+        """
         if self.step is not FINISHED:
             self.record.status, self.record.outcome = status, Outcome.COMPLETED
-            keep_alive = self.keep_alive and self._client_connection.request_is_read
+            self._keeps = self.keep_alive and self._client_connection.request_is_read
             fields = {"x-request-id": self.record.request_id} | ({} if allow is None else {"allow": allow})
-            response = json_response(status, body, fields, keep_alive=keep_alive, more=self.cors)
-            self._front.write(self._client_connection, self.record, response)
-            self.finish(keep_alive)
+            head = json_head(status, len(body), fields, keep_alive=self._keeps, more=self.cors)
+            if self.record.method == "HEAD":
+                body = b""
+            self._rest, self._rest_at = body, PIECE_BYTES
+            self._front.write(self._client_connection, self.record, head + body[:PIECE_BYTES])
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """A piece was written: the next one follows in another turn of the loop, which knows if the client reads."""
+        if self._rest_at < len(self._rest):
+            self._shared.runtime.loop.call_soon(self._write_more)
+        else:
+            self._rest = b""
+            self.finish(self._keeps)
+
+    def _write_more(self) -> None:
+        if self._rest and not self._client_connection.writing_paused:
+            piece = self._rest[self._rest_at : self._rest_at + PIECE_BYTES]
+            self._rest_at += PIECE_BYTES
+            self._front.write(self._client_connection, self.record, piece)
+            self._go_on()
+
+    def resume(self) -> None:
+        """See Exchange."""
+        if self._rest:
+            self._write_more()
+        else:
+            Exchange.resume(self)
+
+    def cut(self, why: Outcome) -> None:
+        """See Exchange. Of a response of lbproxy itself a part was written: it ends before its length."""
+        if self._rest and self.step is not FINISHED:
+            self.record.outcome = CUTS[why][0]
+            transport = self._client_connection.transport
+            self.finish(False)
+            if transport is not None:
+                transport.abort()
+        else:
+            Exchange.cut(self, why)
 
     def respond_to_preflight(self, cors: str) -> None:
         """End with a response to a preflight request, unless it is finished. `cors`: field lines, each with its
@@ -98,6 +147,7 @@ class Turn(Exchange):
         raise AssertionError("no WebSocket")
 
     def _ended(self, reusable: bool) -> None:
+        self._rest = b""
         if self.held_bytes:
             self._front.overload.release(self)
         self._client_connection.turn = None

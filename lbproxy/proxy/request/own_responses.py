@@ -56,13 +56,20 @@ def error_response(
 
 
 def json_response(status: int, body: bytes, fields: dict[str, str], *, keep_alive: bool, more: str = "") -> bytes:
-    """A JSON body as a complete response. `fields` are ASCII without line breaks, `more` are lines with their CRLF."""
+    """A JSON body as a complete response: see `json_head`."""
+    return json_head(status, len(body), fields, keep_alive=keep_alive, more=more) + body
+
+
+def json_head(status: int, length: int, fields: dict[str, str], *, keep_alive: bool, more: str = "") -> bytes:
+    """The head of a response with a JSON body of `length` bytes. `fields` are ASCII without line breaks, `more` are
+    lines with their CRLF.
+    """
     lines = [f"{name}: {value}\r\n" for name, value in fields.items()]
     if not keep_alive:
         lines.append("connection: close\r\n")
     kind = "content-type: application/json; charset=utf-8\r\n"
-    head = f"{kind}content-length: {len(body)}\r\n{''.join(lines)}{more}\r\n"
-    return status_line(status) + head.encode("ascii") + body
+    head = f"{kind}content-length: {length}\r\n{''.join(lines)}{more}\r\n"
+    return status_line(status) + head.encode("ascii")
 
 
 def no_content_response(fields: str, *, keep_alive: bool) -> bytes:
@@ -70,15 +77,26 @@ def no_content_response(fields: str, *, keep_alive: bool) -> bytes:
     return status_line(204) + fields.encode("ascii") + (b"\r\n" if keep_alive else b"connection: close\r\n\r\n")
 
 
-def models_body(cards: list[ModelCard], path: str) -> bytes:
-    """The body for a path of /v1/models: of all `cards`, or of the one that it names. Raises LbError."""
-    wanted = unquote(path.removeprefix("/v1/models").removeprefix("/"))
-    if not wanted:
-        return model_list(cards)
-    card = next((card for card in cards if card.id == wanted), None)
-    if card is None:
-        raise model_not_found(wanted)
-    return card.raw
+class ModelList:
+    """The bodies of /v1/models. All clients share the list, as long as it is the same: it can be megabytes long, and a
+    client may take a minute to read it.
+    """
+
+    def __init__(self) -> None:
+        self._cards: list[ModelCard] = []
+        self._all = model_list([])
+
+    def body(self, cards: list[ModelCard], path: str) -> bytes:
+        """The body for a path of /v1/models: of all `cards`, or of the one that it names. Raises LbError."""
+        wanted = unquote(path.removeprefix("/v1/models").removeprefix("/"))
+        if wanted:
+            card = next((card for card in cards if card.id == wanted), None)
+            if card is None:
+                raise model_not_found(wanted)
+            return card.raw
+        if cards != self._cards:
+            self._cards, self._all = cards, model_list(cards)
+        return self._all
 
 
 def model_not_found(model: str | None) -> LbError:
