@@ -102,7 +102,7 @@ LARGE = {
     "Connection": 16,
     "Relay": 22,
     "ClientConnection": 21,
-    "Overload": 19,
+    "Overload": 18,
     "FrontEnd": 16,
     "Runtime": 18,
     "Scheduler": 27,

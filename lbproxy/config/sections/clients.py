@@ -120,8 +120,8 @@ class TimeoutSettings(Section):
     client_body: Timeout = 3600.0
     """Seconds for a complete request body to arrive: a high limit, because `limits.body_rate` ends slow ones."""
     client_stall: Timeout = 60.0
-    """Seconds in which a client must read some of the data that waits for it; then it is disconnected (nginx's
-    default)."""
+    """Seconds in which a client must read some of the data that waits for it, at least 1 KiB for each; then it is
+    disconnected (nginx's default)."""
     client_idle: Timeout = 75.0
     """Seconds that a client's idle connection is kept open (nginx's default)."""
 
@@ -140,12 +140,13 @@ class LimitSettings(Section):
     body: Annotated[int, _BODY] = _BODY_BYTES
     """Bytes of any other request body (audio, images); at least json_body."""
     body_rate: Annotated[int, size("1", "1GiB")] = 16 * 1024
-    """Minimum bytes per second of a request body, after its first 10 s; slower ones only hold memory and get 408."""
+    """Minimum bytes per second of a request body, after its first 10 s; slower ones only hold memory and get 408. A
+    body that was faster may stand still for 20 s. Also of a WebSocket frame of more than 16 KiB."""
     connections: Annotated[int, count("1", "1000000")] = 10_000
     """Client connections at a time; also at most 45 % of the process's limit of file descriptors."""
     buffered_bodies: Annotated[int, size("1MiB", "1024GiB")] | None = None
-    """Bytes of all request bodies in memory; a request that would exceed it gets 503. null = a quarter of memory, at
-    most 512 MiB."""
+    """Bytes of all request bodies in memory; a request that would exceed it gets 503, unless one that still arrives and
+    is much larger or slower gets it instead. null = a quarter of memory, at most 512 MiB."""
     memory: Annotated[int, size("16MiB", "1024GiB")] | None = None
     """Memory limit of lbproxy in bytes: at 92 % of it, new requests get 503. null = the limit of its cgroup, else the
     machine's memory."""

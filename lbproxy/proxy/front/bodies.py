@@ -2,7 +2,8 @@
 """Reads a request's complete body within its limits: size, time, rate, and the memory for all bodies together.
 
 For requests that aiohttp reads; those of the fast lane come with their body. Memory is counted as bytes arrive and not
-as they are announced, so that a client that announces much and sends nothing takes no room.
+as they are announced, so that a client that announces much and sends nothing takes no room. Time and rate are watched
+by `arrivals`.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.requests.forms import FormWalk
 from lbproxy.core.requests.large_json import LargeJson
 from lbproxy.core.requests.outcome import LbError, Outcome
+from lbproxy.proxy.front.arrivals import Holder
 from lbproxy.proxy.front.connection import ClientConnection
-from lbproxy.proxy.front.overload import Holder, Overload
+from lbproxy.proxy.front.overload import Overload
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.headers import RequestFields
 from lbproxy.proxy.request.reading import LargeFacts, Reading, has_json
@@ -31,8 +33,8 @@ COPIES = 2
 """How often a body is in memory while it is read: in pieces, and joined. It counts as often until then."""
 STEP_BYTES: Final = 1 << 20
 """Copied in one turn of the event loop: less than 1 ms."""
-GRACE_S = 10.0
-"""How long a body may take before its rate counts."""
+PIECE_OVERHEAD_BYTES: Final = 64
+"""What a piece takes besides its bytes: a body can come in pieces of two."""
 
 
 class Reader(Holder, Protocol):
@@ -71,36 +73,30 @@ async def read_body(
         client.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     client.read_from(content)
     try:
-        body = await _read_up_to(limit, content, reader, overload)
+        body = await _read_up_to(limit, content, reader, overload, fields.content_length or 0)
         overload.release(reader)  # the caller counts it, once, before anything else happens
         return body
-    except TimeoutError:
-        raise LbError(Outcome.BODY_TIMEOUT) from None
     except web.RequestPayloadError as error:
         raise LbError(Outcome.BAD_REQUEST, "The request body is malformed.") from error
     finally:
         client.body_reader = None
+        overload.arrivals.end(reader)
 
 
-async def _read_up_to(limit: int, content: StreamReader, reader: Reader, overload: Overload) -> bytes:
-    """Read up to `limit` bytes. Raises TimeoutError at the end of the time, or as soon as less than the rate arrived
-    for each second after the first `GRACE_S`. The rate decides: a large body over a slow line takes long.
-    """
-    loop = asyncio.get_running_loop()
-    began, timeout_s, rate = loop.time(), reader.settings.timeouts.client_body, reader.settings.limits.body_rate
+async def _read_up_to(limit: int, content: StreamReader, reader: Reader, overload: Overload, announced: int) -> bytes:
+    """Read up to `limit` bytes; `announced` are expected, if that is known. Raises LbError when they are given up."""
+    arrivals, settings = overload.arrivals, reader.settings
+    arrivals.begin(reader, settings.limits.body_rate, content.set_exception, within_s=settings.timeouts.client_body)
     pieces: list[bytes] = []
     size = 0
-    async with asyncio.timeout_at(began + min(timeout_s, GRACE_S)) as timeout:
-        while True:
-            piece = await content.readany()
-            if not piece:
-                break
-            size += len(piece)
-            if size > limit:
-                raise _too_large(limit)
-            overload.hold(reader, COPIES * len(piece))
-            pieces.append(piece)
-            timeout.reschedule(began + min(timeout_s, GRACE_S + size / rate))
+    while piece := await content.readany():
+        size += len(piece)
+        if size > limit:
+            raise _too_large(limit)
+        arrivals.moved(reader, len(piece))
+        overload.hold(reader, COPIES * len(piece) + PIECE_OVERHEAD_BYTES, max(announced, size))
+        pieces.append(piece)
+    arrivals.end(reader)
     return await _joined(pieces)
 
 

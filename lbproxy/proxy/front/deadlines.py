@@ -2,8 +2,8 @@
 """The deadlines of a client: to complete a head that it began, and to read what it is sent.
 
 One sweep a second checks all connections with a deadline, and none runs without any: a timer for each would cost more
-than the precision is worth. A body's limits are applied where it is read (proxy/front/bodies.py), and the idle time-out
-by aiohttp.
+than the precision is worth. So are bodies and frames that arrive (proxy/front/arrivals.py); the idle time-out is
+aiohttp's.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import time
 from typing import Protocol
 
 from lbproxy.config.sections.clients import TimeoutSettings
+from lbproxy.proxy.front.arrivals import Arrivals
+from lbproxy.proxy.front.linger import LEAST_READ_RATE
 from lbproxy.request_runtime import RequestRuntime
 
 SWEEP_S = 1.0
@@ -31,23 +33,25 @@ class WatchedClient(Protocol):
 class Deadlines:
     """The deadlines of all clients. Every method is O(1) except the sweep, which is linear in the watched clients."""
 
-    def __init__(self, runtime: RequestRuntime, timeouts: TimeoutSettings) -> None:
+    def __init__(self, runtime: RequestRuntime, timeouts: TimeoutSettings, arrivals: Arrivals) -> None:
         self._loop = runtime.loop
         self._pulse = runtime.pulse
+        self._arrivals = arrivals
+        arrivals.on_begin = self._arm
         self._armed_at = 0.0
         self._postponed = False
         """The last sweep was postponed, because lbproxy itself was stopped."""
         self.reconfigure(timeouts)
         self._heads: dict[WatchedClient, float] = {}
         self._stalls: dict[WatchedClient, tuple[float, int]] = {}
-        """By when some bytes must have been read, and how many were unsent when that was set."""
+        """By when more must have been read, and how many bytes were unsent at the last look."""
         self._timer: asyncio.TimerHandle | None = None
 
     def reconfigure(self, timeouts: TimeoutSettings) -> None:
         """Apply other limits to what begins from now on."""
         self._head_s = timeouts.client_head
         self.stall_s = timeouts.client_stall
-        """How long a client may read nothing of what it is sent."""
+        """How long a client may read nothing of what it is sent, or less than `LEAST_READ_RATE`."""
 
     def head_due(self, client: WatchedClient) -> None:
         """A head began, or a connection did. A repeated call has no effect."""
@@ -94,15 +98,16 @@ class Deadlines:
             if now >= deadline:
                 self.head_complete(client)
                 client.head_is_late()
-        for client, (deadline, size) in list(self._stalls.items()):
+        for client, (due_at, size) in list(self._stalls.items()):
             unsent = _unsent(client)
-            if unsent < size:
-                self._stalls[client] = (now + self.stall_s, unsent)
-            elif now >= deadline:
+            deadline = min(due_at + max(0, size - unsent) / LEAST_READ_RATE, now + self.stall_s)
+            self._stalls[client] = (deadline, unsent)
+            if now >= deadline:
                 self.write_resumed(client)
                 if client.transport is not None:
                     client.transport.abort()
-        if self._heads or self._stalls:
+        self._arrivals.end_overdue()
+        if self._heads or self._stalls or self._arrivals:
             self._arm()
 
 

@@ -27,6 +27,8 @@ HURRY_S = 0.25
 """The same during shutdown."""
 LOOK_S = 0.25
 """Between two checks of what it has received."""
+LEAST_READ_RATE: Final = 1 << 10
+"""Bytes a second that a client must take on average over `client_stall`: one at a time would take days."""
 _INT: Final = struct.Struct("i")
 
 
@@ -49,15 +51,17 @@ class Linger(asyncio.Protocol):
     """
 
     def __init__(self, transport: asyncio.Transport, protocol: asyncio.Protocol, stall_s: float) -> None:
-        """`stall_s`: how long the client may read nothing of the response."""
+        """`stall_s`: how long the client may read nothing of the response, or less than `LEAST_READ_RATE`."""
         self._transport = transport
         self._protocol = protocol
         self._stall_s = stall_s
         self._half_closes = transport.can_write_eof()
         self._patience_s = LINGER_S if self._half_closes else TLS_LINGER_S
         self._unsent = unsent_bytes(transport)
-        self._unchanged_s = 0.0
-        """For how long that has not changed."""
+        self._left_s = stall_s
+        """How long it may go on like this: bytes that it takes earn time, up to `stall_s`."""
+        self._waited_s = 0.0
+        """Since it has everything."""
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(LOOK_S, self._look)
         transport.set_protocol(self)
@@ -91,8 +95,12 @@ class Linger(asyncio.Protocol):
         reads.
         """
         before, self._unsent = self._unsent, unsent_bytes(self._transport)
-        self._unchanged_s = self._unchanged_s + LOOK_S if self._unsent == before else 0.0
-        if self._unchanged_s >= (self._stall_s if self._unsent else self._patience_s):
+        if self._unsent:
+            taken = max(0, before - self._unsent)
+            self._left_s = min(self._left_s + taken / LEAST_READ_RATE, self._stall_s) - LOOK_S
+        else:
+            self._waited_s += LOOK_S
+        if self._left_s <= 0.0 or self._waited_s >= self._patience_s:
             self._transport.abort()
         else:
             self._timer = self._loop.call_later(LOOK_S, self._look)

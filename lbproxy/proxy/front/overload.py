@@ -5,8 +5,8 @@ There are three resources. *Memory*: of what the process may use (the cgroup's l
 85 % on connections are not kept alive, from 92 % on new requests get 503, and from 97 % on the largest request is
 ended, one every quarter of a second, since being killed would end all. *Time*: if the event loop is more than 250 ms
 late for a second, by its own work, new requests get 503 until it has kept up for a second. *Bodies*: held bodies are
-counted, and one that would exceed their limit gets 503. (The shares are those of Envoy's overload manager, as it is
-usually configured.)
+counted, and one that would exceed their limit gets 503, unless others that still arrive make room for it (`arrivals`).
+(The shares are those of Envoy's overload manager, as it is usually configured.)
 
 The state is a few plain attributes that requests read; they change on the pulse's ticks. Running requests continue, and
 the admin listener is not affected. Each state ends at a lower mark than it began at, so that it does not oscillate.
@@ -21,6 +21,7 @@ from typing import Protocol
 
 from lbproxy.config.sections.clients import LimitSettings
 from lbproxy.core.requests.outcome import LbError, Outcome
+from lbproxy.proxy.front.arrivals import Arrivals, Holder
 
 logger = logging.getLogger("lbproxy")
 
@@ -67,17 +68,44 @@ class Unmetered:
         return None
 
 
-class Holder(Protocol):
-    """A request that holds a body."""
+class Lag:
+    """Whether the event loop is late for so long, by its own work, that new requests are refused."""
 
-    held_bytes: int
+    def __init__(self) -> None:
+        self.is_late = False
+        self._late_since: float | None = None
+        self._in_time_since: float | None = None
+
+    def judge(self, lag_s: float, busy: float, *, now: float) -> bool:
+        """Judge one observation. Returns whether `is_late` changed. A single long stop does not count: by the next tick
+        it has ended.
+
+        `busy`: the share of the time since the last observation in which this thread computed.
+        """
+        if lag_s > LATE_S and (busy >= BUSY or self.is_late):
+            self._in_time_since = None
+            if self._late_since is None:
+                self._late_since = now
+            elif not self.is_late and now - self._late_since >= LAG_FOR_S:
+                self.is_late = True
+                return True
+        elif not self.is_late:
+            self._late_since = None
+        elif lag_s > IN_TIME_S or self._in_time_since is None:
+            self._in_time_since = None if lag_s > IN_TIME_S else now
+        elif now - self._in_time_since >= LAG_FOR_S:
+            self.is_late, self._late_since, self._in_time_since = False, None, None
+            return True
+        return False
 
 
 class Overload:
     """The overload state: the pulse calls `tick`, and requests read it."""
 
-    def __init__(self, limits: LimitSettings, meter: Meter) -> None:
+    def __init__(self, limits: LimitSettings, meter: Meter, arrivals: Arrivals | None = None) -> None:
         self._meter = meter
+        self.arrivals = Arrivals() if arrivals is None else arrivals
+        """Of the held bodies those that are not complete."""
         self.refuses: str | None = None
         """Why new requests are refused; None = they are not."""
         self.memory_is_short = False
@@ -96,10 +124,8 @@ class Overload:
         self._level = 0
         """How many of the marks memory use exceeds."""
         self._read_at = self._relieve_at = float("-inf")
-        self._lagging = False
-        self._late_since: float | None = None
+        self._lag = Lag()
         self._ticked_at, self._computed_s = time.monotonic(), time.thread_time()
-        self._in_time_since: float | None = None
         self.reconfigure(limits)
 
     def reconfigure(self, limits: LimitSettings) -> None:
@@ -116,16 +142,23 @@ class Overload:
         self.refused[self.refuses] += 1
         return LbError(Outcome.OVERLOADED)
 
-    def hold(self, holder: Holder, size: int) -> None:
-        """Count more bytes of a held body. Raises LbError OVERLOADED if there is no room for them."""
-        if self.held_bytes + size > self.max_held_bytes:
+    def hold(self, holder: Holder, size: int, claim: int = 0) -> None:
+        """Count more bytes of a held body, or less. `claim`: how many it will hold, if that is known to be more. Raises
+        LbError OVERLOADED if there is no room for them.
+        """
+        fits = holder.held_bytes + size <= self.max_held_bytes
+        while size > 0 and self.held_bytes + size > self.max_held_bytes:
             self.refused[BODIES] += 1
-            raise LbError(Outcome.OVERLOADED)
+            loser = self.arrivals.make_room(holder, claim or size) if fits else None
+            if loser is None:
+                raise LbError(Outcome.OVERLOADED)
+            self.release(loser)
         self.held_bytes += size
         holder.held_bytes += size
 
     def release(self, holder: Holder) -> None:
         """Release the holder's body. A repeated call has no effect."""
+        self.arrivals.end(holder)
         self.held_bytes -= holder.held_bytes
         holder.held_bytes = 0
 
@@ -141,24 +174,12 @@ class Overload:
             self.judge_memory(now=now)
 
     def judge_lag(self, lag_s: float, busy: float, *, now: float) -> None:
-        """Judge one observation. A single long stop does not count: by the next tick it has ended.
-
-        `busy`: the share of the time since the last observation in which this thread computed.
-        """
-        if lag_s > LATE_S and (busy >= BUSY or self._lagging):
-            self._in_time_since = None
-            if self._late_since is None:
-                self._late_since = now
-            elif not self._lagging and now - self._late_since >= LAG_FOR_S:
-                self._lagging = True
+        """Judge one observation: see `Lag`."""
+        if self._lag.judge(lag_s, busy, now=now):
+            if self._lag.is_late:
                 self._changed("new requests are refused: the event loop is %.2f s late", lag_s, began=True)
-        elif not self._lagging:
-            self._late_since = None
-        elif lag_s > IN_TIME_S or self._in_time_since is None:
-            self._in_time_since = None if lag_s > IN_TIME_S else now
-        elif now - self._in_time_since >= LAG_FOR_S:
-            self._lagging, self._late_since, self._in_time_since = False, None, None
-            self._changed("the event loop keeps up again", began=False)
+            else:
+                self._changed("the event loop keeps up again", began=False)
 
     def judge_memory(self, *, now: float) -> None:
         """Read the memory in use, and act on it."""
@@ -181,7 +202,7 @@ class Overload:
 
     def _changed(self, text: str, *arguments: object, began: bool) -> None:
         self.memory_is_short = self._level > 0
-        self.refuses = MEMORY if self._level > 1 else LAG if self._lagging else None
+        self.refuses = MEMORY if self._level > 1 else LAG if self._lag.is_late else None
         logger.log(logging.WARNING if began else logging.INFO, text, *arguments, extra={"event": "overload"})
 
 

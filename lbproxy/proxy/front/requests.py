@@ -24,7 +24,7 @@ from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.cors import Cors
 from lbproxy.proxy.request.forwarding import Forwarding
 from lbproxy.proxy.request.keys import KeyRing
-from lbproxy.proxy.request.own_responses import ModelList, error_response
+from lbproxy.proxy.request.own_responses import error_response
 from lbproxy.proxy.request.reading import LargeFacts, Reading
 from lbproxy.request_runtime import RequestRuntime
 
@@ -53,7 +53,6 @@ class Requests(Front):
         """Requests that were read and have no complete response yet."""
         self.on_idle: Callable[[], None] | None = None
         """Called when the last running request ended; None: nobody waits for that."""
-        self.models = ModelList()
         self._runtime = runtime
         self._rng = rng
         self._ids = _Ids()

@@ -39,6 +39,7 @@ from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.forwarding import may_forward
 from lbproxy.proxy.request.handshake import read_handshake
 from lbproxy.proxy.request.headers import SWITCHES, asking_as_it_is, origin_form, read_request_fields
+from lbproxy.proxy.request.own_responses import ModelList
 from lbproxy.proxy.request.reading import has_form, has_json
 from lbproxy.proxy.request.routes import ADAPTERS, HEALTH, HEALTH_PATH, Route, find_route
 from lbproxy.request_runtime import RequestRuntime
@@ -90,10 +91,10 @@ class FrontEnd(web.Server):
         self.forwarding = self.requests.forwarding
         self.max_plain_body_bytes = min(settings.limits.json_body, PARSE_AT_ONCE_BYTES)
         self.cork = exchanger.connections.cork
-        self.deadlines = Deadlines(runtime, settings.timeouts)
+        self.deadlines = Deadlines(runtime, settings.timeouts, overload.arrivals)
         self._max_connections = settings.limits.connections
-        self._client_stall_s = settings.timeouts.client_stall
         self._runtime = runtime
+        self._models = ModelList()
         self._adapter_calls = AdapterCalls(runtime, exchanger.connections)
         self._ends_at = inf
         """During shutdown: when running requests are cut."""
@@ -114,7 +115,7 @@ class FrontEnd(web.Server):
         sockets = inherited or await bind(host, port)
         for sock in sockets:  # inherited by accepted sockets
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-            find_vanished(sock, self._client_stall_s)
+            find_vanished(sock, self.deadlines.stall_s)
         self.listener.start(sockets)
         return bound_port(sockets)
 
@@ -127,9 +128,8 @@ class FrontEnd(web.Server):
         self._max_connections = settings.limits.connections
         self.deadlines.reconfigure(settings.timeouts)
         self._kwargs["keepalive_timeout"] = settings.timeouts.client_idle
-        self._client_stall_s = settings.timeouts.client_stall
         for sock in self.listener.sockets:
-            find_vanished(sock, self._client_stall_s)
+            find_vanished(sock, self.deadlines.stall_s)
         for client in self._clients():
             client.reconfigure(settings.timeouts.client_idle)
 
@@ -361,7 +361,7 @@ class FrontEnd(web.Server):
         if not self._runtime.any_up():
             raise LbError(Outcome.NO_ENDPOINTS)
         if route is not HEALTH:
-            turn.respond(200, self.requests.models.body(self.requests.reading.model_cards(), turn.record.path))
+            turn.respond(200, self._models.body(self.requests.reading.model_cards(), turn.record.path))
         elif self.requests.last:
             raise LbError(Outcome.DRAINING)
         else:

@@ -18,6 +18,7 @@ from websockets.streams import StreamReader
 NORMAL: Final = 1000
 GOING_AWAY: Final = 1001
 PROTOCOL_ERROR: Final = 1002
+POLICY_VIOLATION: Final = 1008
 TOO_BIG: Final = 1009
 INTERNAL_ERROR: Final = 1011
 TRY_AGAIN_LATER: Final = 1013

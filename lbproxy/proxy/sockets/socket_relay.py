@@ -245,6 +245,24 @@ class SocketRelay:
             self._send_close(self.server, error.code, str(error))
             self._end(Outcome.UPSTREAM_BROKE)
 
+    def end_late_frame(self) -> bool:
+        """End it, as the largest of its incomplete frames does not arrive in time. Returns False if that is not read,
+        because the other side does not read either.
+        """
+        late = max(self.client, self.server, key=lambda side: side.reader.held_bytes)
+        if late.is_paused:
+            return False
+        if late is self.client:
+            self._record.error = "a frame of the client arrived too slowly"
+            self._send_close(self.client, frames.POLICY_VIOLATION, "a frame arrived too slowly")
+            self._send_close(self.server, frames.GOING_AWAY, "the client is too slow")
+            self._end(Outcome.BODY_TIMEOUT)
+        else:
+            self._record.error = "a frame of the endpoint arrived too slowly"
+            self._send_close(self.client, frames.INTERNAL_ERROR, "the model server is too slow")
+            self._end(Outcome.UPSTREAM_BROKE, timed_out=True)
+        return True
+
     # Back-pressure
 
     def _other(self, side: Side) -> Side:

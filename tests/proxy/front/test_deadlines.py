@@ -6,6 +6,9 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from aiohttp.base_protocol import BaseProtocol
@@ -13,9 +16,12 @@ from aiohttp.streams import StreamReader
 
 from lbproxy.config.tree import Settings
 from lbproxy.core.observed.record import RequestRecord
-from lbproxy.core.requests.outcome import Outcome
-from lbproxy.proxy.front import bodies, deadlines
+from lbproxy.core.requests.outcome import LbError, Outcome
+from lbproxy.proxy.front import arrivals, bodies, deadlines
+from lbproxy.proxy.front.arrivals import Arrivals
+from lbproxy.proxy.front.linger import LEAST_READ_RATE
 from lbproxy.proxy.front.overload import Overload, Unmetered
+from lbproxy.request_runtime import RequestRuntime
 from tests.support.aio import run, until, virtually
 from tests.support.endpoint import LAST, STREAM_HEAD, Received, ScriptedEndpoint, Wire, chunk, event, hang
 from tests.support.rig import post, rig, settings_for
@@ -115,7 +121,8 @@ def test_a_body_that_comes_before_its_handler_has_started_is_no_head() -> None:
 
 
 def test_a_body_that_trickles_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "GRACE_S", 0.2)
+    monkeypatch.setattr(arrivals, "GRACE_S", 0.2)
+    monkeypatch.setattr(arrivals, "STOCK_S", 0.5)
 
     async def main() -> None:
         async with ScriptedEndpoint() as endpoint, rig(endpoint.url, more="limits: {body_rate: 1KiB}") as it:
@@ -140,7 +147,8 @@ def test_a_body_that_trickles_is_given_up(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_body_at_the_least_rate_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """The grace has long passed when its last byte comes."""
-    monkeypatch.setattr(bodies, "GRACE_S", 0.2)
+    monkeypatch.setattr(arrivals, "GRACE_S", 0.2)
+    monkeypatch.setattr(arrivals, "STOCK_S", 0.5)
 
     async def main() -> None:
         async with ScriptedEndpoint() as endpoint, rig(endpoint.url, more="limits: {body_rate: 100}") as it:
@@ -154,28 +162,26 @@ def test_a_body_at_the_least_rate_is_taken(monkeypatch: pytest.MonkeyPatch) -> N
     run(main())
 
 
-async def upload(seconds: int, body_rate: int, more: str = "") -> int:
-    """Read a body of which each second brings `body_rate` bytes, in virtual time. Returns how many bytes were read;
-    raises TimeoutError if it is given up.
+async def upload(*pieces: int, body_rate: int, more: str = "") -> int:
+    """Read a body of which each second brings that many bytes, in virtual time. Returns how many were read; raises
+    LbError if it is given up.
     """
     settings = settings_for(["http://10.0.0.1:8000"], f"limits: {{body_rate: {body_rate}}}\n{more}")
     loop = asyncio.get_running_loop()
     protocol = BaseProtocol(loop)
     protocol.connection_made(asyncio.Transport())
-    content = StreamReader(protocol, 1 << 20, loop=loop)
-    overload = Overload(settings.limits, Unmetered())
-
-    async def send() -> None:
-        for _ in range(seconds):
-            content.feed_data(b"x" * body_rate)
-            await asyncio.sleep(1.0)
-        content.feed_eof()
-
+    content = StreamReader(protocol, 1 << 26, loop=loop)
+    overload = Overload(settings.limits, Unmetered(), Arrivals(loop.time))
     reader = BodyReader(settings)
-    async with asyncio.TaskGroup() as group:
-        group.create_task(send())
-        reading = group.create_task(bodies._read_up_to(settings.limits.body, content, reader, overload))
-    return len(reading.result())
+    reading = loop.create_task(bodies._read_up_to(settings.limits.body, content, reader, overload, 0))
+    for size in pieces:
+        content.feed_data(b"x" * size)
+        await asyncio.sleep(1.0)
+        overload.arrivals.end_overdue()
+        if reading.done():
+            break
+    content.feed_eof()
+    return len(await reading)
 
 
 class BodyReader:
@@ -190,13 +196,29 @@ class BodyReader:
 @pytest.mark.parametrize("minutes", [3, 50])
 def test_a_body_at_the_least_rate_may_take_most_of_an_hour(minutes: int) -> None:
     """The rate decides: a total of two minutes cut large uploads over slow lines that kept to it."""
-    assert virtually(upload(60 * minutes, 1000)) == 60_000 * minutes
+    assert virtually(upload(*[1000] * 60 * minutes, body_rate=1000)) == 60_000 * minutes
+
+
+def test_a_slow_line_may_stand_still_for_a_while() -> None:
+    """A phone in a lift: what it sent before counts, for some seconds."""
+    assert virtually(upload(*[3000] * 30, *[0] * 15, *[1000] * 60, *[0] * 2, 1, body_rate=1000)) == 150_001
+
+
+def given_up(*pieces: int, more: str = "") -> Outcome:
+    with pytest.raises(LbError) as error:
+        virtually(upload(*pieces, body_rate=1000, more=more))
+    return error.value.outcome
+
+
+def test_a_body_that_came_fast_and_stops_is_given_up_soon() -> None:
+    """By the average since its start, 60 MiB of the first second paid for an hour of holding them."""
+    assert given_up(60 << 20, *[0] * 21) is Outcome.BODY_TIMEOUT
+    assert given_up(*[900_000] * 10, *[500] * 45) is Outcome.BODY_TIMEOUT, "half of the rate is too slow, too"
+    assert given_up(*[0] * 11) is Outcome.BODY_TIMEOUT, "nothing at all"
 
 
 def test_a_total_limit_ends_a_body_that_keeps_to_the_rate() -> None:
-    with pytest.raises(ExceptionGroup) as error:
-        virtually(upload(180, 1000, "timeouts: {client_body: 120s}"))
-    assert [type(one) for one in error.value.exceptions] == [TimeoutError]
+    assert given_up(*[1000] * 121, more="timeouts: {client_body: 120s}") is Outcome.BODY_TIMEOUT
 
 
 def test_who_takes_nothing_is_cut_off_and_its_endpoint_freed() -> None:
@@ -215,6 +237,50 @@ def test_who_takes_nothing_is_cut_off_and_its_endpoint_freed() -> None:
             await until(lambda: it.connections.open_connections == 0, "the endpoint is let go")
 
     run(main())
+
+
+class Reads:
+    """A client that does not read all that it is sent (deadlines.WatchedClient)."""
+
+    def __init__(self, unsent: Callable[[float], float]) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.began_at = self.loop.time()
+        self.unsent = unsent
+        self.aborted_after_s: float | None = None
+        self.transport: asyncio.Transport | None = cast(asyncio.Transport, self)
+
+    def get_write_buffer_size(self) -> int:
+        return int(self.unsent(self.loop.time() - self.began_at))
+
+    def abort(self) -> None:
+        self.aborted_after_s = self.loop.time() - self.began_at
+
+    def head_is_late(self) -> None:
+        raise AssertionError("it has no head")
+
+
+async def cut_after_s(unsent: Callable[[float], float], within_s: float) -> float | None:
+    settings = settings_for(["http://10.0.0.1:8000"])
+    loop = asyncio.get_running_loop()
+    pulse = SimpleNamespace(stood_still_since=lambda _: False)
+    runtime = cast(RequestRuntime, SimpleNamespace(loop=loop, pulse=pulse))
+    watching, client = deadlines.Deadlines(runtime, settings.timeouts, Arrivals(loop.time)), Reads(unsent)
+    watching.write_stalled(client)
+    await asyncio.sleep(within_s)
+    watching.close()
+    return client.aborted_after_s
+
+
+def test_who_sips_is_cut_off_and_who_reads_slowly_is_not() -> None:
+    """A byte in each minute kept a connection, its request and its place at an endpoint for ever."""
+    size, stall_s = 100_000, 60.0
+    sipped = virtually(cut_after_s(lambda t: size - t, 300.0))
+    assert sipped is not None
+    assert sipped <= stall_s + 2.0
+    nothing = virtually(cut_after_s(lambda _: size, 300.0))
+    assert nothing == pytest.approx(stall_s, abs=1.0)
+    assert virtually(cut_after_s(lambda t: size - t * 1.1 * LEAST_READ_RATE, 80.0)) is None
+    assert virtually(cut_after_s(lambda t: size - size / 2 * (t // 55.0), 100.0)) is None, "the kernel takes steps"
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="not a Linux")

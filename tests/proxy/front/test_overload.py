@@ -10,6 +10,7 @@ import pytest
 
 from lbproxy.config.sections.clients import LimitSettings
 from lbproxy.core.requests.outcome import LbError, Outcome
+from lbproxy.proxy.front.arrivals import Arrivals
 from lbproxy.proxy.front.connection import ClientConnection
 from lbproxy.proxy.front.overload import BODIES, LAG, MEMORY, Overload
 from tests.support.aio import run, until
@@ -37,8 +38,8 @@ class Request:
     held_bytes = 0
 
 
-def made(meter: Meter | None = None, **limits: int) -> Overload:
-    return Overload(LimitSettings.model_validate(limits), meter or Meter())
+def made(meter: Meter | None = None, arrivals: Arrivals | None = None, **limits: int) -> Overload:
+    return Overload(LimitSettings.model_validate(limits), meter or Meter(), arrivals)
 
 
 def test_memory_has_three_marks_and_each_ends_below_where_it_began() -> None:
@@ -127,6 +128,50 @@ def test_bodies_take_their_room_and_give_it_back() -> None:
     overload.release(one)
     overload.hold(two, MIB)
     assert overload.held_bytes == MIB
+
+
+class Arriving(Request):
+    """A body, of which `size` bytes came at once."""
+
+    def __init__(self, overload: Overload, size: int) -> None:
+        self.given_up: LbError | None = None
+        overload.arrivals.begin(self, 1000, self._give_up)
+        overload.arrivals.moved(self, size)
+        try:
+            overload.hold(self, size, size)
+        except LbError:
+            overload.release(self)
+            raise
+
+    def _give_up(self, error: LbError) -> None:
+        self.given_up = error
+
+
+def test_who_makes_room_is_large_or_stands_still() -> None:
+    """And equals do not replace each other: each would be ended by the next."""
+    now = 0.0
+    overload = made(arrivals=Arrivals(lambda: now), buffered_bodies=10 * MIB)
+    slow, large = Arriving(overload, 2 * MIB), Arriving(overload, 5 * MIB)
+    with pytest.raises(LbError):
+        overload.hold(Request(), 4 * MIB)
+    now += 8.0
+    others = [Arriving(overload, 2 * MIB) for _ in range(4)]
+    assert large.given_up is not None
+    assert (large.given_up.outcome, large.held_bytes) == (Outcome.OVERLOADED, 0)
+    assert slow.held_bytes == 2 * MIB, "there was room enough by then"
+    with pytest.raises(LbError):
+        Arriving(overload, 3 * MIB)
+    complete = Request()
+    overload.hold(complete, 2 * MIB)
+    assert slow.held_bytes == 0, "of it nothing came lately"
+    with pytest.raises(LbError):
+        overload.hold(Request(), 2 * MIB)
+    overload.hold(Request(), MIB // 2)
+    assert [one.given_up is not None for one in others].count(True) == 1
+    with pytest.raises(LbError):
+        overload.hold(Request(), 11 * MIB)
+    assert [one.given_up is not None for one in others].count(True) == 1, "for what never fits nobody is ended"
+    assert overload.held_bytes == 8 * MIB + MIB // 2
 
 
 def test_a_quarter_of_memory_is_for_bodies_unless_a_setting_says_otherwise() -> None:
@@ -237,5 +282,27 @@ def test_bodies_that_are_read_at_the_same_time_share_one_limit() -> None:
             assert (await first.reply()).status == 200
             assert it.front.overload.held_bytes == 0
             assert (await it.ask(post(body + b" " * 400_000))).status == 413, "there will never be room for it"
+
+    run(main())
+
+
+def test_bodies_that_stand_still_make_room_for_those_that_come() -> None:
+    """Three connections that sent 60 MiB and then nothing kept out all others for an hour."""
+
+    async def main() -> None:
+        async with ScriptedEndpoint() as endpoint, rig(endpoint.url, more="limits: {buffered_bodies: 4MiB}") as it:
+            held = [await it.connect() for _ in range(3)]
+            for client in held:
+                client.send(post(b'{"model":"m","prompt":"%s"}' % (b"x" * 690_000))[:-10])
+            await until(lambda: it.front.overload.held_bytes > 4_100_000, "they hold nearly everything")
+            small = post(b'{"model":"m","prompt":"%s"}' % (b"x" * 200_000))
+            assert [(await it.ask(small)).status for _ in range(5)] == [200] * 5
+            outcomes = [record.outcome for record in it.records.requests]
+            assert outcomes.count(Outcome.OVERLOADED) == 1, "one is enough"
+            assert outcomes.count(Outcome.COMPLETED) == 5
+            for client in held:
+                client.writer.transport.abort()
+            await until(lambda: it.front.overload.held_bytes == 0)
+            assert not it.front.overload.arrivals
 
     run(main())

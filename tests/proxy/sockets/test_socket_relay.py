@@ -17,6 +17,7 @@ from websockets.exceptions import ConnectionClosed
 from lbproxy.core.endpoints.credentials import ApiKey, Proxy, Tls
 from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.core.requests.outcome import Outcome
+from lbproxy.proxy.front import arrivals, deadlines
 from lbproxy.proxy.sockets import socket_relay as relay_module
 from tests.support.aio import run, until
 from tests.support.certificates import CA, server_context
@@ -424,6 +425,59 @@ def test_frames_that_are_not_complete_count_as_bodies_that_are_held() -> None:
             assert close_of((await read_frame(client.reader))[2])[0] == 1013
             await until(lambda: it.records.requests)
             assert it.front.overload.held_bytes == 0
+
+    run(main())
+
+
+def test_a_frame_that_does_not_go_on_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server sends all the time, so that the silence of the client is not noticed; half a frame takes no pong."""
+    monkeypatch.setattr(deadlines, "SWEEP_S", 0.05)
+    monkeypatch.setattr(arrivals, "STOCK_S", 0.3)
+    monkeypatch.setattr(arrivals, "GRACE_S", 0.3)
+
+    async def main() -> None:
+        async with echo_server() as server, rig(server.url) as it:
+            client = await raw_socket(it)
+            await read_frame(client.reader)
+            client.send(frame(BINARY, bytes(2 << 20), masked=True)[: 512 << 10])
+            await until(lambda: it.front.overload.held_bytes > 256 << 10)
+            assert close_of((await read_frame(client.reader))[2])[0] == 1008
+            await until(lambda: it.records.requests)
+            assert it.records.requests[0].outcome is Outcome.BODY_TIMEOUT
+            assert it.front.overload.held_bytes == 0
+
+    run(main())
+
+
+def test_a_frame_that_goes_on_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadlines, "SWEEP_S", 0.05)
+    monkeypatch.setattr(arrivals, "STOCK_S", 0.5)
+    monkeypatch.setattr(arrivals, "GRACE_S", 0.5)
+
+    async def main() -> None:
+        async with echo_server() as server, rig(server.url) as it:
+            client = await raw_socket(it)
+            await read_frame(client.reader)
+            data = frame(BINARY, bytes(200_000), masked=True)
+            for at in range(0, len(data), 20_000):
+                client.send(data[at : at + 20_000])
+                await asyncio.sleep(0.1)
+            assert len((await read_frame(client.reader))[2]) == 200_000
+
+    run(main())
+
+
+def test_half_a_frame_makes_room_for_others() -> None:
+    async def main() -> None:
+        async with echo_server() as server, rig(server.url, more="limits: {buffered_bodies: 1MiB}") as it:
+            client, other = await raw_socket(it), await raw_socket(it)
+            await read_frame(client.reader)
+            await read_frame(other.reader)
+            client.send(frame(BINARY, bytes(2 << 20), masked=True)[: 900 << 10])
+            await until(lambda: it.front.overload.held_bytes > 800 << 10)
+            other.send(frame(BINARY, bytes(300 << 10), masked=True))
+            assert len((await read_frame(other.reader))[2]) == 300 << 10
+            assert close_of((await read_frame(client.reader))[2])[0] == 1013
 
     run(main())
 
