@@ -13,10 +13,16 @@ from lbproxy.config.sections.access import MIN_SECRET_CHARS
 from lbproxy.config.tree import MAX_ENDPOINTS
 from lbproxy.control.families.requests import MAX_LABEL_CHARS, MAX_MODEL_LABELS
 from lbproxy.net.listening.listener import HANDSHAKE_S
+from lbproxy.proxy.front.arrivals import GRACE_S, STOCK_S
+from lbproxy.proxy.front.connection import MAX_BUFFERED_BYTES
+from lbproxy.proxy.front.linger import LEAST_READ_RATE, LINGER_S, TLS_LINGER_S
+from lbproxy.proxy.request.walk import MAX_EMPTY_BYTES, MAX_EXTENSION_BYTES
+from lbproxy.proxy.sockets.socket_relay import FRAMES_AT_ONCE
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "SECURITY.md").read_text()
 DOES = PAGE.partition("\n## What lbproxy does\n")[2].partition("\n## ")[0]
+BOUNDS = PAGE.partition("\n## Bounds of a connection, state by state\n")[2].partition("\n## ")[0]
 THREATS = {part.partition("\n")[0]: part for part in DOES.split("\n### ")[1:]}
 
 
@@ -24,16 +30,30 @@ def named_by(threat: str) -> list[str]:
     return re.findall(r"^- `(tests/\S+)`$", THREATS[threat].partition("<!-- tests -->\n")[2], re.MULTILINE)
 
 
+def exists(test: str) -> bool:
+    path, _, name = test.partition("::")
+    functions = {node.name for node in ast.parse((ROOT / path).read_text()).body if isinstance(node, ast.FunctionDef)}
+    return name in functions
+
+
+def test_each_state_of_a_connection_has_its_bounds_and_a_test_that_exists() -> None:
+    """On both listeners and both sides: what may be sent, what is held, for how long."""
+    lines = [line for line in BOUNDS.splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    rows = [row for row in rows if row[0] not in {"state", "---"}]
+    assert len(rows) >= 27
+    for row in rows:
+        assert len(row) == 5, row
+        test = re.fullmatch(r"`(\S+::\w+)`", row[-1])
+        assert test is not None, row
+        assert exists(f"tests/{test[1]}"), row
+
+
 @pytest.mark.parametrize("threat", THREATS)
 def test_each_threat_is_tried_by_tests_that_exist(threat: str) -> None:
     named = named_by(threat)
     assert named, "it names no test"
-    for one in named:
-        path, _, name = one.partition("::")
-        functions = {
-            node.name for node in ast.parse((ROOT / path).read_text()).body if isinstance(node, ast.FunctionDef)
-        }
-        assert name in functions, one
+    assert [one for one in named if not exists(one)] == []
 
 
 def test_the_page_names_every_threat_and_test_once() -> None:
@@ -55,5 +75,12 @@ def test_the_bounds_on_the_page_are_those_of_the_code() -> None:
         f"after {HANDSHAKE_S:g} s",
         f"at most {MAX_MODEL_LABELS} models, {MAX_LABEL_CHARS} characters each",
         f"more of them than {MAX_ENDPOINTS:,}",
+        f"{MAX_BUFFERED_BYTES >> 10} KiB and one read, then it is not read",
+        f"{MAX_EMPTY_BYTES} bytes of empty lines",
+        f"{GRACE_S:g} s for the first byte, then at `body_rate`; {STOCK_S:g} s without a byte",
+        f"{MAX_EXTENSION_BYTES >> 10} KiB of extensions",
+        f"`client_stall` and {LEAST_READ_RATE >> 10} KiB a second; {LINGER_S:g} s when",
+        f"its host has everything (TLS: {TLS_LINGER_S:g} s)",
+        f"of `json_body`; {FRAMES_AT_ONCE} in a turn",
     ):
         assert text in " ".join(PAGE.split()), text

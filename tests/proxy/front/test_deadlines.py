@@ -239,6 +239,22 @@ def test_who_takes_nothing_is_cut_off_and_its_endpoint_freed() -> None:
     run(main())
 
 
+def test_who_closes_its_side_counts_as_gone() -> None:
+    """As in nginx and Envoy: most that do have left, and an endpoint would work for nobody."""
+
+    async def main() -> None:
+        async with ScriptedEndpoint(hang) as endpoint, rig(endpoint.url) as it:
+            client = await it.connect()
+            client.send(post())
+            await until(lambda: endpoint.requests, "running")
+            client.writer.write_eof()
+            await until(lambda: it.records.requests)
+            assert it.records.requests[0].outcome is Outcome.CLIENT_CLOSED
+            await until(lambda: it.front.open_connections == it.connections.open_connections == 0)
+
+    run(main())
+
+
 class Reads:
     """A client that does not read all that it is sent (deadlines.WatchedClient)."""
 
