@@ -12,6 +12,8 @@ knows, has that of the first (`Ticket.prefill`), which ends with the first byte 
 
 from __future__ import annotations
 
+from typing import Final
+
 from lbproxy.core.endpoints.backpressure import Backpressure
 from lbproxy.core.endpoints.endpoint_set import EndpointSet
 from lbproxy.core.endpoints.health import Health
@@ -22,7 +24,7 @@ from lbproxy.core.queue.flows import Flows
 from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.replicas.journal import Journal
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.core.requests.request import DECODE, NO_USAGE, PREFILL, Usage
+from lbproxy.core.requests.request import DECODE, NO_USAGE, PREFILL, Usage, estimated
 from lbproxy.core.scaling.advice import Advice
 
 
@@ -135,7 +137,7 @@ class Placing:
         if ticket.prefill is not None:
             self.end(ticket.prefill, outcome, None, now)
         state = ticket.placed_state
-        charged, usage = _charged(ticket, usage)
+        charged, usage = _charged(ticket, usage, now)
         if self.journal is not None:
             self.journal.ended(ticket, usage, now, completed=outcome is Outcome.COMPLETED)
         state.in_flight -= 1
@@ -180,13 +182,29 @@ class Placing:
             state.allowance.settle(ticket.reserved_tokens, used, usage if served else None, now)
 
 
-def _charged(ticket: Ticket, usage: Usage | None) -> tuple[Usage | None, Usage | None]:
+USUAL_GAP_S: Final = 0.02
+"""Between two tokens of a response, under policies that learn none."""
+
+
+def _charged(ticket: Ticket, usage: Usage | None, now: float) -> tuple[Usage | None, Usage | None]:
     """Of the usage of a ticket that ended: what counts for limits, and what its endpoint's load model learns."""
     charged = usage
     if usage is not None and usage.is_estimate:
-        ticket.response_tokens = max(ticket.response_tokens, usage.completion_tokens or 0)
-        usage = None
+        tokens = max(ticket.response_tokens, usage.completion_tokens or _unseen_tokens(ticket, now))
+        ticket.response_tokens, charged, usage = tokens, estimated(usage, tokens), None
     if charged is not None and ticket.request.leg == DECODE:  # the prompt was charged, and cached, with the first leg
         charged = Usage(None, None, charged.completion_tokens, None, charged.is_estimate)
         usage = None if usage is None else usage._replace(cached_tokens=None)
     return charged, usage
+
+
+def _unseen_tokens(ticket: Ticket, now: float) -> int:
+    """About how many tokens of a response were generated that is no stream, and of which nothing came until now."""
+    request = ticket.request
+    if request.stream or request.open_ended or ticket.placed_at is None:
+        return 0
+    load, placement = ticket.load, ticket.placement
+    gap_s = USUAL_GAP_S if load is None else max(0.001, load.pool.gap_ms / 1000.0)
+    prefill_s = 0.0 if placement is None else placement.predicted_s
+    tokens = max(0, int((now - ticket.placed_at - prefill_s) / gap_s))
+    return tokens if request.max_tokens is None else min(tokens, request.max_tokens)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.support.aio import run, until
-from tests.support.endpoint import LAST, STREAM_HEAD, Received, Script, ScriptedEndpoint, Wire, answer, chunk
+from tests.support.endpoint import LAST, STREAM_HEAD, Received, Script, ScriptedEndpoint, Wire, answer, chunk, hang
 from tests.support.rig import Rig, post, rig
 
 Json = dict[str, Any]
@@ -52,12 +52,19 @@ def token(text: str = "word", **more: object) -> bytes:
     return event({"id": "c", "choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None}], **more})
 
 
-def stream(events: Sequence[bytes], *, ends: bool = True, coded: bool = False, stays: bool = False) -> Script:
+def stream(
+    events: Sequence[bytes],
+    *,
+    ends: bool = True,
+    coded: bool = False,
+    stays: bool = False,
+    name: str = "accept-encoding",
+) -> Script:
     """Events, each in a chunk. `coded`: compressed where the client accepts it, or always if it cannot be refused."""
 
     async def script(wire: Wire, request: Received) -> None:
         head, sent = STREAM_HEAD, list(events)
-        if coded and "gzip" in (request.field("accept-encoding") or ""):
+        if coded and "gzip" in (request.field(name) or "").lower():
             head = head.replace(b"\r\n\r\n", b"\r\nContent-Encoding: gzip\r\n\r\n")
             sent = [gzip.compress(b"".join(events))]
         await wire.send(head + b"".join(map(chunk, sent)) + (LAST if ends else b""))
@@ -124,6 +131,18 @@ FORMS = {
     "accepts gzip": Form("/v1/chat/completions", CHAT, coded(json.dumps({"usage": COUNTS}).encode()), ACCEPT),
     "accepts gzip, in a stream": Form("/v1/chat/completions", STREAM, stream([*WORDS, USAGE], coded=True), ACCEPT),
     "accepts gzip, elsewhere": Form("/v1/messages", CHAT, coded(json.dumps({"usage": INPUTS}).encode()), ACCEPT),
+    "accepts gzip twice, in capitals": Form(
+        "/v1/chat/completions", STREAM, stream([*WORDS, USAGE], coded=True), ACCEPT.upper() + ACCEPT
+    ),
+    "accepts gzip, as CGI reads it": Form(
+        "/v1/chat/completions",
+        STREAM,
+        stream([*WORDS, USAGE], coded=True, name="accept_encoding"),
+        ACCEPT.replace("-", "_"),
+    ),
+    "accepts gzip, at a path that is not known": Form(
+        "/v1/chat/completions/", STREAM, stream([*WORDS], coded=True), ACCEPT
+    ),
     "compressed all the same": Form("/v1/chat/completions", CHAT, stubborn(WHOLE), generated=PROMPT + 40),
     "compressed, in a stream": Form(
         "/v1/chat/completions", STREAM, stubborn(b"".join(WORDS), "text/event-stream"), generated=PROMPT + 50, most=30.0
@@ -138,6 +157,9 @@ FORMS = {
     "a server that breaks": Form("/v1/chat/completions", STREAM, stream(WORDS, ends=False)),
     "a client that leaves": Form(
         "/v1/chat/completions", STREAM, stream(WORDS, ends=False, stays=True), leaves_after=len(b"".join(WORDS))
+    ),
+    "a client that leaves before its response": Form(
+        "/v1/chat/completions", CHAT, hang, generated=PROMPT, most=2.0, leaves_after=-1
     ),
     "several tokens until it leaves": Form(
         "/v1/chat/completions", STREAM, stream([token("word" * 500)] * 6, stays=True, ends=False), leaves_after=12_000
@@ -180,6 +202,7 @@ def test_what_was_generated_counts(form: Form, policy: str) -> None:
             client = await it.connect()
             client.send(post(json.dumps(form.body).encode(), form.path, form.more))
             if form.leaves_after:
+                await until(lambda: bool(endpoint.requests), "it is there")
                 got = 0
                 while got < form.leaves_after:
                     got += len(await client.reader.read(1 << 16))

@@ -77,11 +77,16 @@ def _first_object(text: bytes) -> dict[str, Any] | None:
 def _counts(said: dict[str, Any]) -> Usage | None:
     """The counts of a `usage`. None if it has none."""
     prompt, completion = said.get("prompt_tokens"), said.get("completion_tokens")
+    details = said.get("prompt_tokens_details")
+    is_usual = (
+        type(prompt) is int and type(completion) is int and 0 <= prompt < _TOO_MANY and 0 <= completion < _TOO_MANY
+    )
+    if is_usual and details is None and "cached_tokens" not in said:
+        return tuple.__new__(Usage, (prompt, None, completion, None, False))  # a constructor takes as long as the rest
     if prompt is None:
         prompt = said.get("input_tokens")
     if completion is None:
         completion = said.get("output_tokens")
-    details = said.get("prompt_tokens_details")
     if details is None:
         details = said.get("input_tokens_details")
     cached = details.get("cached_tokens") if type(details) is dict else None
@@ -94,8 +99,7 @@ def _counts(said: dict[str, Any]) -> Usage | None:
     prompt, completion, cached = _count(prompt), _count(completion), _count(cached)
     if prompt is None and completion is None and cached is None:
         return None
-    # Without the constructor, which takes as long as the rest.
-    return tuple.__new__(Usage, (prompt, cached, completion, written, False))
+    return Usage(prompt, cached, completion, written)
 
 
 def _count(value: object) -> int | None:

@@ -400,7 +400,7 @@ class Exchange(Lifetime):
         usage = relay.usage
         if usage is not None:
             usage = self._note_usage(ticket, usage)
-        if (usage is None or usage.completion_tokens is None) and self._generates:
+        if (usage is None or usage.completion_tokens is None) and (self._generates or relay.is_readable_stream):
             usage = estimated(usage, relay.generated(bytes_per_token(ticket)))
         self._shared.runtime.close(ticket, result, usage, timed_out=relay.timed_out)
         self.finish(relay.client_reusable)
@@ -410,16 +410,20 @@ class Exchange(Lifetime):
         """Whether the response is text that a model writes, and not an error."""
         return self.request.route.flatten is not None and self.record.status < 300
 
-    def _used_so_far(self) -> Usage | None:
-        """See Lifetime. The client left, or lbproxy cut it: what the endpoint wrote until then counts all the same."""
-        relay, ticket = self._work, self._ticket
-        if not isinstance(relay, Relay) or ticket is None or not self._generates:
+    def _used_so_far(self, outcome: Outcome) -> Usage | None:
+        """See Lifetime. What the endpoint wrote until then counts all the same; and if the client left before any of it
+        came, what it is likely to have written.
+        """
+        relay, ticket, is_left = self._work, self._ticket, outcome is Outcome.CLIENT_CLOSED
+        if ticket is None or not isinstance(relay, Relay):
+            return estimated(None, 0) if is_left and self.step is SENT and self._generates else None
+        if not (self._generates or relay.is_readable_stream):
             return None
         usage, generated = relay.usage, relay.generated(bytes_per_token(ticket))
         if usage is not None:
             usage = usage.resolved(expected_prompt_tokens(ticket))
             generated = max(generated, usage.completion_tokens or 0)
-        return estimated(usage, generated) if generated else None
+        return estimated(usage, generated) if generated or is_left else None
 
     def _note_usage(self, ticket: Ticket, usage: Usage) -> Usage:
         """Record the usage that the endpoint reported, with the complete prompt in it."""

@@ -73,8 +73,8 @@ class Lifetime(ABC):
         """Send an error; nothing went to the client yet. Returns whether its connection can be used again."""
 
     @abstractmethod
-    def _used_so_far(self) -> Usage | None:
-        """What the response that is relayed now has used; None: there is none."""
+    def _used_so_far(self, outcome: Outcome) -> Usage | None:
+        """What the response has used that ends now with this outcome, before its end; None: nothing that counts."""
 
     @abstractmethod
     def _ended(self, reusable: bool) -> None:
@@ -157,7 +157,7 @@ class Lifetime(ABC):
         return work
 
     def _abandon(self, outcome: Outcome) -> None:
-        usage = self._used_so_far()
+        usage = self._used_so_far(outcome)
         self._release_work()
         if self._ticket is not None:
             self._shared.runtime.close(self._ticket, outcome, usage)

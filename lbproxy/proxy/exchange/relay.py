@@ -210,7 +210,7 @@ class Relay(PayloadWatcher):
             EventScanner(
                 watch_finish=ends_by_close,
                 skip_preamble=route.skips_preamble,
-                measures=route.flatten is not None,
+                measures=True,
                 native=route.is_native,
             )
             if is_stream and not head.encoded
@@ -456,6 +456,11 @@ class Relay(PayloadWatcher):
         if self._scanner is not None:
             return self._scanner.is_complete
         return self._body is None or self._body.is_complete
+
+    @property
+    def is_readable_stream(self) -> bool:
+        """It is an event stream, and not compressed."""
+        return self._scanner is not None
 
     @property
     def usage(self) -> Usage | None:

@@ -333,7 +333,7 @@ class FrontEnd(web.Server):
             turn.respond(200, b"{}", allow=", ".join(sorted(route.methods)))
             return
         body = await read_body(request, fields, route, turn, self.overload)
-        if route.is_inference:
+        if request.method == "POST":
             fields.forward = asking_as_it_is(fields.forward)
         http10 = request.version == (1, 0)
         read = ClientRequest(request.method, target, route, fields, body, credentials, http10, trace)

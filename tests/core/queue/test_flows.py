@@ -18,7 +18,7 @@ from lbproxy.core.queue.flow import Flow
 from lbproxy.core.queue.flows import MAX_FLOWS, OTHERS, FlowRules, Flows
 from lbproxy.core.queue.ticket import Ticket, TicketState, Wait
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.core.requests.request import InferenceRequest, Usage
+from lbproxy.core.requests.request import InferenceRequest, Usage, estimated
 from tests.support.pool import MODEL, bring_up, make_balancer, pool_of, spec
 
 TOKENS = 100
@@ -285,6 +285,23 @@ def test_another_attempt_is_not_another_request() -> None:
     again = balancer.submit(ask("one"), now=0.1, avoid=frozenset({failed}))
     assert again.state is TicketState.PLACED
     assert len(endpoints) == 2
+
+
+@pytest.mark.parametrize(
+    ("stream", "max_tokens", "least", "most"), [(True, 900, 0, 0), (False, 900, 900, 900), (False, None, 900, 5000)]
+)
+def test_a_client_that_leaves_before_its_response_is_charged_what_was_probably_generated(
+    stream: bool, max_tokens: int | None, least: int, most: int
+) -> None:
+    """Its request takes the server's time all the same. Of a stream without a token only the prompt is sure."""
+    balancer, _ = pool_of(1, flows=rules(default={"tokens_per_minute": 60}))
+    asked = ask("one")._replace(stream=stream, max_tokens=max_tokens)
+    ticket = balancer.submit(asked, now=0.0)
+    balancer.close(ticket, Outcome.CLIENT_CLOSED, now=60.0, usage=estimated(None, 0))
+    flow = next(iter(balancer._flows))
+    assert flow.tokens is not None
+    written = flow.tokens.size - flow.tokens._level - asked.body_bytes / 4.0
+    assert least <= round(written) <= most
 
 
 def test_tokens_a_minute_are_known_afterwards() -> None:
