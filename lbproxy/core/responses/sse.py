@@ -250,8 +250,8 @@ def _delta_bytes(delta: object) -> int:
     for name in ("content", "thinking", "text", "partial_json", "refusal"):
         size += _size(delta.get(name))
     calls = delta.get("tool_calls")
-    for call in calls if type(calls) is list else ():
-        function = call.get("function") if type(call) is dict else None
+    functions = [one.get("function") for one in calls if type(one) is dict] if type(calls) is list else []
+    for function in (*functions, delta.get("function_call")):
         if type(function) is dict:
             size += _size(function.get("name")) + _size(function.get("arguments"))
     return size

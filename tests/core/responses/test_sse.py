@@ -310,7 +310,14 @@ def test_events_that_only_repeat_text_add_none() -> None:
     response = json.dumps({"type": "response.completed", "response": {"output": [{"content": [{"text": text}]}]}})
     block = json.dumps({"type": "content_block_delta", "delta": {"type": "text_delta", "text": text}})
     call = json.dumps({"choices": [{"delta": {"tool_calls": [{"function": {"arguments": text}}]}}]})
-    for events, size in (([delta, finished, response], 250), ([block], 250), ([call], 250), ([delta, delta], 500)):
+    old = json.dumps({"choices": [{"delta": {"function_call": {"arguments": text}}}]})
+    for events, size in (
+        ([old], 250),
+        ([delta, finished, response], 250),
+        ([block], 250),
+        ([call], 250),
+        ([delta, delta], 500),
+    ):
         scanner = EventScanner(measures=True, skip_preamble=True)
         for one in events:
             piece = f"event: x\ndata: {one}\n\n".encode()
