@@ -403,6 +403,25 @@ def test_tokens_are_reserved_and_what_was_used_is_settled() -> None:
     assert fleet.balancer.poll(now=0.6) == [third]
 
 
+@pytest.mark.parametrize("open_ended", [False, True])
+def test_what_a_response_has_beyond_what_it_reserved_counts_while_it_runs(open_ended: bool) -> None:
+    """A WebSocket of hours counted what it had reserved, and so did a stream without usage."""
+    fleet = Fleet(own(1), replace(PROVIDER, bounds=Bounds(tokens_per_day=50_000)))
+    fleet.down("a1")
+    running = fleet.submit(ask(max_tokens=100)._replace(open_ended=open_ended))
+    state = running.placed_state
+    assert state.allowance is not None
+    reserved = 50_000 * dict(state.allowance.used(1, 0.0))["tokens_per_day"]
+    fleet.balancer.first_byte(running, now=1.0)
+    for second in range(2, 102):
+        fleet.balancer.progress(running, 300, now=float(second))
+    used = 50_000 * dict(state.allowance.used(1, 102.0))["tokens_per_day"]
+    assert 30_000 <= used <= 30_000 + reserved
+    fleet.balancer.close(running, Outcome.CLIENT_CLOSED, now=103.0)
+    used = 50_000 * dict(state.allowance.used(0, 103.0))["tokens_per_day"]
+    assert 30_000 <= used <= 30_000 + reserved
+
+
 def test_tokens_a_day_come_back_after_a_day() -> None:
     fleet = Fleet(own(1), replace(PROVIDER, bounds=Bounds(tokens_per_day=1100)))
     fleet.down("a1")
