@@ -43,7 +43,7 @@ COMPILED = {
     "lbproxy/core/replicas": "journal peers",
     "lbproxy/core/observed": "record snapshot",
     "lbproxy/workers": "contents known link origins remote reports server",
-    "lbproxy/net/connections": "corked h1 patience pool",
+    "lbproxy/net/connections": "backlog corked h1 patience pool upload",
     "lbproxy/proxy/request": "client_request forwarding handshake headers plain reading",
     "lbproxy/proxy/exchange": "exchange exchanger failures lifetime opening relay steps",
     "lbproxy/proxy/front": "requests socket_turn turn",

@@ -42,11 +42,13 @@ NO_LIMITS: Final = Limits(inf, inf, inf)
 class Patience:
     """The clock of one attempt. A connection has one, for the attempts that use it one after the other."""
 
-    __slots__ = ("_began", "_left_s", "_limits", "deadline")
+    __slots__ = ("_began", "_left_s", "_limits", "deadline", "sent_at")
 
     def __init__(self) -> None:
         self.deadline = inf
         """When the current clock expires; inf = none runs."""
+        self.sent_at = 0.0
+        """When the request was sent."""
         self._limits = NO_LIMITS
         self._began = False
         """The first event, or byte of any other body, arrived."""
@@ -56,6 +58,7 @@ class Patience:
     def sent(self, limits: Limits, now: float) -> None:
         """The request was sent."""
         self._limits = limits
+        self.sent_at = now
         self._began = False
         self.deadline = now + limits.response_s
 

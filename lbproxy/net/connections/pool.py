@@ -7,7 +7,8 @@ callback in which it arrived; then the end. There is no future and no task betwe
 connection returns to the pool when a message ended cleanly and nothing forbids its reuse; otherwise it is closed.
 Invariants:
 
-- A connection with an unread or unexpected byte is never reused.
+- A connection with an unread or unexpected byte is never reused, nor one on which something waits in the kernel.
+- A read that has more pieces than one turn may walk is walked on in later turns (`backlog`), and nothing is read before.
 - After `abort`, or when its receiver released it, a connection makes no more calls.
 - Kept connections are closed before the 5 s after which vLLM and SGLang (uvicorn) close them.
 
@@ -19,6 +20,7 @@ more than its precision is worth. Connecting has its own time-out. No clock runs
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
 from collections import defaultdict
 from collections.abc import Callable
@@ -26,9 +28,11 @@ from typing import Final, Protocol, cast
 
 from lbproxy.core.endpoints.credentials import Tls
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
+from lbproxy.net.connections.backlog import Backlog
 from lbproxy.net.connections.corked import Cork, Corked
 from lbproxy.net.connections.h1 import MAX_HEAD_BYTES, Framing, PayloadWatcher, ProtocolError, ResponseHead, parse_head
 from lbproxy.net.connections.patience import Limits, Patience
+from lbproxy.net.connections.upload import Upload
 from lbproxy.net.dialing.dial import OUR_FAULT, open_socket, open_transport, reason
 from lbproxy.net.dialing.names import Names
 from lbproxy.net.dialing.origin import Origin
@@ -46,7 +50,6 @@ CLOSING_S: Final = 0.01
 """An aborted transport closes its descriptor some turns of the loop later."""
 LARGE_BYTES: Final = 1 << 20
 """A larger body is sent in slices, one in each turn of the loop."""
-SLICE_BYTES: Final = 256 << 10
 MAX_INFORMATIONAL: Final = 8
 """1xx responses before the final one."""
 
@@ -101,23 +104,35 @@ class Connection:
         self._loop = pool.loop
         self._transport: Corked | None = None
         self._buffer = b""
-        """The beginning of an incomplete head."""
+        """The beginning of an incomplete head; or from `_at` on, what of a read is to be walked in a later turn."""
+        self._at = 0
         self._reusable = False
         """The connection can be reused after the response that is being relayed."""
         self._method = ""
-        self._sent_at = 0.0
         self._informational = 0
         self._receiver: Receiver | None = None
         """Set during an exchange."""
         self._framing: Framing | None = None
         """Set from `relay` on, until the message is complete."""
         self._paused = False
-        self._is_full = False
-        """The transport's buffer is full."""
-        self._unsent: list[memoryview] = []
-        """What is left to write of a large body."""
+        """The receiver is full."""
+        self._upload = Upload(pool.loop)
+        self._look: select.poll | None = None
+        """Sees what waits in the kernel."""
 
     # The exchange
+
+    @property
+    def is_silent(self) -> bool:
+        """Nothing of the endpoint waits in the kernel: no response without a request, and no close. Whatever came before
+        the loop last polled has closed the connection; this is about the time since. Of TLS it sees records.
+        """
+        return self._look is None or not self._look.poll(0)
+
+    def watch(self, sock: socket.socket) -> None:
+        """Its socket, which it does not own."""
+        self._look = select.poll()
+        self._look.register(sock, select.POLLIN)
 
     def send(
         self,
@@ -133,8 +148,7 @@ class Connection:
         self._method = method
         self._receiver = receiver
         self._informational = 0
-        self._sent_at = now = self._loop.time()
-        self.patience.sent(limits, now)
+        self.patience.sent(limits, self._loop.time())
         transport = self._transport
         if transport is None:  # lost in the turn in which it was made or taken
             self._loop.call_soon(self._eof, None)
@@ -144,23 +158,7 @@ class Connection:
             transport.writelines((head, body))
         else:
             transport.write(head)
-            pieces = (body,) if isinstance(body, bytes) else body
-            self._unsent = [memoryview(piece) for piece in pieces if len(piece)]
-            self._send_more()
-
-    def _send_more(self) -> None:
-        """Write the next slice of a large body. Written at once it would block the loop: it is copied, or encrypted."""
-        transport, unsent = self._transport, self._unsent
-        if transport is None or not unsent or transport.is_closing() or self._is_full:
-            return
-        piece = unsent[0]
-        transport.write(piece[:SLICE_BYTES])
-        if len(piece) > SLICE_BYTES:
-            unsent[0] = piece[SLICE_BYTES:]
-        else:
-            del unsent[0]
-        if unsent:
-            self._loop.call_soon(self._send_more)
+            self._upload.begin(transport, (body,) if isinstance(body, bytes) else body)
 
     def relay(self, head: ResponseHead, receiver: Receiver, watcher: PayloadWatcher | None) -> None:
         """Send the body to `receiver`; what has arrived already within this call. Call it from `Receiver.head`."""
@@ -168,7 +166,7 @@ class Connection:
         self._receiver = receiver
         self._reusable = head.keep_alive
         data, self._buffer = self._buffer, b""
-        self._relay(data)
+        self._relay(data, 0)
 
     def switch(self, protocol: asyncio.Protocol) -> tuple[Corked | None, bytes]:
         """After a 101, from `Receiver.head`: give the transport to `protocol`. Returns the transport, None if it was
@@ -199,15 +197,40 @@ class Connection:
 
     def resume(self) -> None:
         """Read again."""
-        if self._paused and self._transport is not None:
+        if self._paused:
             self._paused = False
             self.patience.resumed(self._loop.time())
-            self._transport.resume_reading()
+            if self._framing is not None and self._buffer:
+                self._pool.backlog.add(self)
+            elif self._transport is not None:
+                self._transport.resume_reading()
+
+    def walk_on(self) -> None:
+        """Called by the backlog: walk more of a read."""
+        if self._receiver is None or self._framing is None or self._paused:
+            return  # `resume` adds it again
+        data, self._buffer = self._buffer, b""
+        self.patience.heard(self._loop.time())  # that it waited is not the endpoint's silence
+        transport = self._transport
+        try:
+            self._relay(data, self._at)
+        except Exception:
+            if transport is not None:
+                transport.abort()  # as it does itself if `data_received` fails: its loss ends the exchange
+            raise
+        if self._buffer or self._paused:
+            return
+        if transport is None:
+            self._eof(None)
+        elif not transport.is_closing():
+            transport.resume_reading()
 
     def abort(self) -> None:
         """Close at once, whatever is in progress. Makes no calls. Allowed at any time."""
         self._receiver = None
-        self._unsent = []
+        self._buffer = b""
+        self._upload.drop()
+        self._look = None
         self._pool.forget(self)
         if self._transport is not None:
             self._transport.abort()
@@ -232,19 +255,21 @@ class Connection:
             self.abort()  # a kept connection must be silent
         elif self._framing is not None:
             self.patience.heard(self._loop.time())
-            self._relay(data)
+            if self._buffer:
+                self._buffer += data  # a transport may have had it before it was told to pause
+            else:
+                self._relay(data, 0)
         else:
             self._buffer = self._buffer + data if self._buffer else data
             self._find_head(receiver)
 
     def pause_writing(self) -> None:
         """See asyncio.Protocol."""
-        self._is_full = True
+        self._upload.is_full = True
 
     def resume_writing(self) -> None:
         """See asyncio.Protocol."""
-        self._is_full = False
-        self._send_more()
+        self._upload.resume()
 
     def eof_received(self) -> None:
         """See asyncio.Protocol: None closes our side too, as no endpoint half-closes during a response."""
@@ -252,8 +277,10 @@ class Connection:
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
         self._transport = None
+        self._upload.drop()
         self._pool.forget(self)
-        self._eof(exc)
+        if self._framing is None or not self._buffer:
+            self._eof(exc)  # else once what came before is walked
 
     # The bytes received
 
@@ -289,22 +316,35 @@ class Connection:
         elif self._buffer and self._receiver is receiver:
             self._find_head(receiver)
 
-    def _relay(self, data: bytes) -> None:
+    def _relay(self, data: bytes, at: int) -> None:
+        """Pass `data[at:]` on, or as much of it as one turn may walk."""
         framing, receiver = self._framing, self._receiver
         assert framing is not None
         assert receiver is not None
         try:
-            end = framing.feed(data)
+            end = framing.feed(data, at)
         except ProtocolError as error:
             self._break(UpstreamError(FailureKind.PROTOCOL, f"{self.origin}: {error}"))
             return
-        if end < len(data):
+        whole = end == len(data)
+        if not whole and framing.done:
             self._reusable = False  # bytes after the end of a message forbid the reuse of its connection
-            data = data[:end]
-        if data:
-            receiver.body(data)
-        if framing.done and self._receiver is receiver:  # which may have released it
+        piece = data if whole and at == 0 else data[at:end]
+        if piece:
+            receiver.body(piece)
+        if self._receiver is not receiver:
+            return  # it may have released it
+        if framing.done:
             self._finish(receiver)
+        elif not whole:
+            self._put_off(data, end)
+
+    def _put_off(self, data: bytes, at: int) -> None:
+        """Walk `data[at:]` in a later turn. Nothing is read before that."""
+        self._buffer, self._at = data, at
+        if self._transport is not None:
+            self._transport.pause_reading()
+        self._pool.backlog.add(self)
 
     def _finish(self, receiver: Receiver) -> None:
         self._release(self._reusable)
@@ -318,7 +358,7 @@ class Connection:
         self._buffer = b""
         self.patience.stop()
         transport = self._transport
-        if keeps and not self._unsent and transport is not None and not transport.is_closing():
+        if keeps and not self._upload.pieces and transport is not None and not transport.is_closing():
             self._pool.keep(self, idle=not transport.get_write_buffer_size())
         else:
             self.abort()
@@ -335,7 +375,7 @@ class Connection:
 
     def _connection_error(self, exc: Exception | None) -> UpstreamError:
         unanswered = self._framing is None and not self._buffer and not self._informational
-        stale = self.reused and unanswered and self._loop.time() - self._sent_at < STALE_S
+        stale = self.reused and unanswered and self._loop.time() - self.patience.sent_at < STALE_S
         detail = f"{self.origin}: " + (f"connection lost: {exc}" if exc else "the server closed the connection")
         return UpstreamError(FailureKind.STALE if stale else FailureKind.RESET, detail)
 
@@ -354,6 +394,7 @@ class ConnectionPool:
         self.loop = asyncio.get_running_loop()
         self.pulse = pulse or Pulse()
         self.cork = Cork(self.loop)
+        self.backlog = Backlog(self.loop)
         self.names = Names(self.loop)
         self._stalled_s = 0.0
         """The total time by which the limits of all connections were prolonged."""
@@ -370,12 +411,14 @@ class ConnectionPool:
     def take(self, origin: Origin) -> Connection | None:
         """The kept connection that was used last, None if there is none."""
         idle = self._idle.get(origin)
-        if not idle:
-            return None
-        connection, _ = idle.popitem()
-        connection.reused = True
-        self._busy.add(connection)
-        return connection
+        while idle:
+            connection, _ = idle.popitem()
+            if connection.is_silent:
+                connection.reused = True
+                self._busy.add(connection)
+                return connection
+            connection.abort()
+        return None
 
     async def connect(self, origin: Origin, timeout_s: float) -> Connection:
         """Open a new connection. Raises UpstreamError CONNECT, or EXHAUSTED if there are no descriptors.
@@ -406,6 +449,7 @@ class ConnectionPool:
             kind = FailureKind.EXHAUSTED if error.errno in OUR_FAULT else FailureKind.CONNECT
             refused = isinstance(error, ConnectionRefusedError | FileNotFoundError)  # the file is a Unix socket
             raise UpstreamError(kind, f"{origin}: {reason(error)}", refused=refused) from error
+        connection.watch(sock)
         self._busy.add(connection)
         return connection
 

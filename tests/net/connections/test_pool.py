@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import threading
 import time
@@ -12,8 +13,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from lbproxy.core.endpoints.credentials import Tls
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.net.connections import pool as pool_module
+from lbproxy.net.connections import upload
 from lbproxy.net.connections.corked import Corked
 from lbproxy.net.connections.fetch import fetch
 from lbproxy.net.connections.h1 import ResponseHead, request_head
@@ -23,6 +26,7 @@ from lbproxy.net.dialing.names import Address, Names
 from lbproxy.net.dialing.origin import Origin
 from lbproxy.pulse import Pulse
 from tests.support.aio import run, stand_still, until
+from tests.support.certificates import CA, server_context
 from tests.support.compiled import interpreted
 from tests.support.endpoint import OK, STREAM_HEAD, Received, ScriptedEndpoint, Wire, answer, event
 from tests.support.limits import descriptors_left
@@ -91,6 +95,32 @@ def test_a_kept_connection_that_speaks_is_never_used(stray: bytes) -> None:
             assert len(endpoint.wires) == 2
 
     run(main())
+
+
+@pytest.mark.parametrize("tls", [None, Tls(CA.read_text())], ids=["plain", "tls"])
+@pytest.mark.parametrize("plain", [True, False], ids=["asyncio", "uvloop"])
+@pytest.mark.parametrize("late", [b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nothers", b"x", b""])
+def test_what_waits_unread_forbids_the_reuse(late: bytes, plain: bool, tls: Tls | None) -> None:
+    """Within one turn of the loop nobody has told us of it: it would be the response to the next client's request."""
+
+    async def main() -> None:
+        context = None if tls is None else server_context()
+        async with ScriptedEndpoint(tls=context) as endpoint, connections() as pool:
+            origin = Origin(("127.0.0.1", endpoint.port), tls)
+            await fetch(pool, origin, "/x", timeout_s=5.0, max_bytes=1000)
+            assert (kept := pool.take(origin)) is not None, "silent"
+            pool.keep(kept, idle=True)
+            descriptor = endpoint.wires[0].writer.get_extra_info("socket").fileno()
+            if late:
+                os.write(descriptor, late)  # with TLS it would be a record: any byte forbids it
+            else:
+                with socket.socket(fileno=os.dup(descriptor)) as sock:
+                    sock.shutdown(socket.SHUT_WR)
+            assert pool.take(origin) is None
+            assert pool.open_connections == 0
+            await asyncio.sleep(0.01)
+
+    run(main(), plain=plain)
 
 
 @pytest.mark.parametrize(
@@ -315,7 +345,7 @@ def test_a_large_body_leaves_in_slices_one_a_turn(plain: bool, monkeypatch: pyte
             assert len(endpoint.wires) == 1, "the connection is used again"
 
     run(main(), plain=plain)
-    assert max(writes) == pool_module.SLICE_BYTES
+    assert max(writes) == upload.SLICE_BYTES
     assert sum(writes) > 2 * len(body)
 
 
