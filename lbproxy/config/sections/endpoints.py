@@ -100,10 +100,10 @@ class EndpointSettings(ShortSection):
     the name of its socket or file."""
     engine: str = "auto"
     """The server's software, which decides the names of its metrics: a built-in engine or one of `engines`. `auto` =
-    detected from its metrics."""
+    detected from its metrics. `lbproxy` = another lbproxy, whose `x-lbproxy-reason` is believed; never detected."""
     metrics: ShownUrl | None = "auto"
     """Where its metrics are: `auto` (the engine's usual place), a path, `:port/path` on the same host, an absolute URL
-    (for a single server only), or null = not scraped."""
+    (for a single server only), or null = not scraped: the default with `engine: lbproxy`."""
     health: ShownUrl | None = "/health"
     """Path of the health check, which returns a status below 500 while the server is alive. null = not probed: up until
     requests fail."""

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from lbproxy.config.sections.endpoints import EndpointSettings
+from lbproxy.config.sections.engines import LBPROXY
 from lbproxy.config.sections.proxies import ProxyUrl
 from lbproxy.control.discovery.known_names import Member
 from lbproxy.core.capacity.allowance import Bounds
@@ -60,7 +61,7 @@ def _common(entry: EndpointSettings) -> Callable[..., EndpointSpec]:
     return partial(
         EndpointSpec,
         engine=entry.engine,
-        metrics=entry.metrics,
+        metrics=None if entry.engine == LBPROXY and "metrics" not in entry.model_fields_set else entry.metrics,
         health=entry.health,
         models=entry.models,
         model=entry.model,

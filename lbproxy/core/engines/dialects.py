@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lbproxy.config.sections.engines import EngineSettings, MetricRatio, MetricSpec, Signal
+from lbproxy.config.sections.engines import LBPROXY, EngineSettings, MetricRatio, MetricSpec, Signal
 from lbproxy.core.engines.exposition import Scanner
 
 SIGNALS = ("waiting", "running", "kv_utilization", "block_size_tokens", "kv_blocks")
@@ -59,6 +59,8 @@ class EngineTable:
     """Each such report is about one process and one rank: not requested where a page shows that there are more."""
     rank_label: str | None = None
     """The label that tells its data-parallel ranks apart; None = it has none, or they cannot be chosen."""
+    is_detected: bool = True
+    """False = an endpoint is of this engine only if the settings say so: it is believed what no model server is."""
     prefix: str | None = None
     """The common prefix of its families: identifies the engine when it exposes no load at all."""
 
@@ -151,6 +153,11 @@ ENGINES: Mapping[str, EngineTable] = {
         work=_signal("llamacpp:n_decode_total"),  # each step; its counters of tokens move only when requests end
         prefix="llamacpp:",  # it exposes nothing of its cache any more
     ),
+    LBPROXY: EngineTable(  # another one behind this one; on its admin listener, so by default it is not scraped
+        waiting=_signal("lbproxy_waiting_requests"),
+        running=_signal("lbproxy_endpoint_in_flight"),
+        is_detected=False,
+    ),
 }
 """By the name in the settings. The order decides between engines that have equally many families on a page."""
 
@@ -178,7 +185,9 @@ class Engines:
 
         None if the engine cannot be at `location`. `location` None: a configured place, where any engine may be.
         """
-        at_location = {name: table for name, table in self.tables.items() if _may_be_at(table, location)}
+        at_location = {
+            name: table for name, table in self.tables.items() if table.is_detected and _may_be_at(table, location)
+        }
         shown = self._scanner.scan(page).keys()
         counts = {name: len(table.families() & shown) for name, table in at_location.items()}
         best = max(counts, key=lambda name: counts[name], default=None)

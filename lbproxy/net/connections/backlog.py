@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads that have more pieces than one turn of the loop may walk: they are walked on in later turns, one connection after the other.
+"""Reads that have more pieces than one turn of the loop may walk: they are walked on in later turns.
 
-A chunk of one byte costs as much as one of a thousand, and a read has room for 20,000 of them: 10 ms in which all others
-wait, for each connection of a server that writes so. Of a read the first `h1.LINES_AT_ONCE` are walked at once; what is
-left of all connections together takes `WALKS_A_TURN` times as many a turn, the loop serves others in between, and
-nothing more is read from a connection that has such a rest: at most one read is held for each.
+A chunk of one byte costs as much as one of a thousand, and a read has room for 20,000 of them: 10 ms in which all
+others wait, for each connection of a server that writes so. Of a read the first `h1.LINES_AT_ONCE` are walked at once;
+what is left of all connections together takes `WALKS_A_TURN` times as many a turn, the loop serves others in between,
+and nothing more is read from a connection that has such a rest: at most one read is held for each.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ from typing import Final, Protocol, TypeAlias
 
 from mypy_extensions import mypyc_attr
 
+from lbproxy.net.dialing.above import REFERENCES
+
 MAX_HEAD_BYTES: Final = 64 << 10
 MAX_FIELDS: Final = 128
 _MAX_CHUNK_LINE: Final = 4 << 10
@@ -22,7 +24,6 @@ _MAX_TRAILER_BYTES: Final = 16 << 10
 LINES_AT_ONCE: Final = 64
 """Chunks, and lines of a trailer, of a response that are walked in one turn of the loop: about 30 µs, whatever the
 endpoint sends. See `net.connections.backlog`."""
-_UNLIMITED: Final = 1 << 60
 _SMALL_BYTES: Final = 1 << 10
 """Smaller chunks of a read are shown to the watcher together."""
 
@@ -43,14 +44,18 @@ _NOT_FORWARDED: Final = frozenset(
         b"upgrade",
         b"content-length",
         b"x-request-id",
-        b"x-lbproxy-endpoint",
-        b"x-lbproxy-prefill",
-        b"x-lbproxy-attempts",
         b"endpoint-load-metrics",
         b"endpoint-load-metrics-bin",
+        b"alt-svc",  # it names another way to the endpoint, past us
+        b"x-accel-redirect",  # orders for a proxy in front, which must not come from a model server
+        b"x-sendfile",
     }
 )
-"""Response fields that are hop-by-hop (RFC 9110, section 7.6.1), or that are set anew."""
+"""Response fields that are hop-by-hop (RFC 9110, section 7.6.1), that are set anew, or that no endpoint may send."""
+_OURS: Final = b"x-lbproxy-"
+"""What begins so is lbproxy's to say."""
+_REASON: Final = re.compile(rb"[a-z0-9_]{1,64}")
+_NO_TRAILERS: Final = _NOT_FORWARDED | REFERENCES
 _CHUNK_LINE: Final = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\x00-\x08\x0a-\x1f\x7f]*)?")
 _TRAILER_LINE: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[^\x00-\x08\x0a-\x1f\x7f]*")
 _LENGTH: Final = re.compile(rb"[0-9]{1,15}")
@@ -94,8 +99,8 @@ class Framing(Protocol):
     """The message is complete."""
 
     def feed(self, data: bytes, start: int = 0) -> int:
-        """The next bytes are `data[start:]`. Returns up to where they were taken: `len(data)`, or where the message ends,
-        or, if it is not `done`, where to go on in a later turn of the loop.
+        """The next bytes are `data[start:]`. Returns up to where they were taken: `len(data)`, or where the message
+        ends, or, if it is not `done`, where to go on in a later turn of the loop.
 
         Raises ProtocolError if they cannot belong to this body.
         """
@@ -164,9 +169,9 @@ class ChunkedFraming:
     __slots__ = (
         "_extensions_left",
         "_in_trailer",
+        "_is_response",
         "_left",
         "_line",
-        "_lines",
         "_small",
         "_trailer_bytes",
         "_watcher",
@@ -178,13 +183,14 @@ class ChunkedFraming:
         watcher: PayloadWatcher | None = None,
         *,
         max_extension_bytes: int | None = None,
-        lines_at_once: int = _UNLIMITED,
+        is_response: bool = False,
     ) -> None:
         """`max_extension_bytes`: the limit for all chunk extensions together. None = only each line is limited: a
-        stream can last for hours, and nothing of it is kept. `lines_at_once`: of chunks and trailers, in one call.
+        stream can last for hours, and nothing of it is kept. `is_response`: one call walks `LINES_AT_ONCE`, and not all
+        trailers may pass.
         """
         self._watcher = watcher
-        self._lines = lines_at_once
+        self._is_response = is_response
         self._small: list[bytes] = []
         """Small chunks that the watcher has not seen yet."""
         self._extensions_left = max_extension_bytes
@@ -206,7 +212,7 @@ class ChunkedFraming:
                 if self._watcher is not None:
                     self._watcher.feed(data, payload, end - 2)
                 return end
-        lines = self._lines
+        lines = LINES_AT_ONCE if self._is_response else end
         try:
             while at < end and not self.done and (lines or self._left):
                 if self._left:
@@ -298,6 +304,8 @@ class ChunkedFraming:
             self.done = True
         elif self._trailer_bytes > _MAX_TRAILER_BYTES or _TRAILER_LINE.fullmatch(line) is None:
             raise ProtocolError("a bad trailer")
+        elif self._is_response and _is_kept_back(line.partition(b":")[0].lower(), _NO_TRAILERS):
+            raise ProtocolError("a trailer that must not be one")  # they are relayed as they are
 
 
 _USUAL_DIGITS: Final = 6
@@ -342,6 +350,8 @@ class ResponseHead:
         "keep_alive",
         "length",
         "load_report",
+        "reason",
+        "refers",
         "status",
     )
 
@@ -367,11 +377,15 @@ class ResponseHead:
         several."""
         self.http10 = fixed.http10
         """The endpoint responded in HTTP/1.0."""
+        self.refers = fixed.refers
+        """A field may hold a URL."""
+        self.reason = fixed.reason
+        """The line of an `x-lbproxy-reason`, which is not among the others, with its CRLF; empty if not given."""
 
     def framing(self, watcher: PayloadWatcher | None = None) -> Framing:
         """A new framing object for the body."""
         if self.chunked:
-            return ChunkedFraming(watcher, lines_at_once=LINES_AT_ONCE)
+            return ChunkedFraming(watcher, is_response=True)
         return CloseFraming(watcher) if self.length is None else LengthFraming(self.length, watcher)
 
 
@@ -434,17 +448,20 @@ class _FixedHead:
         "http10",
         "keep_alive",
         "load_report",
+        "reason",
+        "refers",
         "status",
     )
 
     def __init__(self, minor: int, status: int, fields: _Fields) -> None:
-        kept, self.content_type, self.encoded, self.chunked, self.announced, options, self.load_report = fields
+        kept, self.content_type, self.encoded, self.chunked, self.announced, options, self.load_report, self.reason = fields
         """`announced`: a Content-Length that `split_length` did not find."""
         self.status = status
         self.keep_alive = (minor == 1 or b"keep-alive" in options) and b"close" not in options
         """If the body has framing."""
         kept.append(b"")
         self.end_to_end = b"\r\n".join(kept)
+        self.refers = b"//" in self.end_to_end or any(line.partition(b":")[0].lower() in REFERENCES for line in kept)
         self.http10 = not minor
 
 
@@ -483,18 +500,24 @@ def split_field(line: bytes) -> tuple[bytes, bytes] | None:
     return name.lower(), value.strip(b" \t")
 
 
-_Fields: TypeAlias = tuple[list[bytes], bytes, bool, bool, bytes | None, set[bytes] | frozenset[bytes], bytes]
+def _is_kept_back(name: bytes, names: frozenset[bytes]) -> bool:
+    """Whether a field is one of `names`, or lbproxy's own, also as those write it who take `_` for `-`."""
+    plain = name.replace(b"_", b"-")
+    return plain in names or plain.startswith(_OURS)
+
+
+_Fields: TypeAlias = tuple[list[bytes], bytes, bool, bool, bytes | None, set[bytes] | frozenset[bytes], bytes, bytes]
 
 
 def _read_fields(lines: list[bytes]) -> _Fields:
     """Sort the field lines; `lines[0]` is the status line.
 
     Returns the lines to pass on to the client, the Content-Type, whether the body is encoded, whether it is chunked,
-    the Content-Length, what Connection names (options, and hop-by-hop fields, in lower case), and the line of the load
-    report.
+    the Content-Length, what Connection names (options, and hop-by-hop fields, in lower case), and the lines of the load
+    report and of the reason.
     """
     kept: list[bytes] = []
-    content_type = load_report = b""
+    content_type = load_report = reason = b""
     chunked = encoded = False
     length: bytes | None = None
     options: set[bytes] | frozenset[bytes] = _NO_OPTIONS
@@ -503,7 +526,7 @@ def _read_fields(lines: list[bytes]) -> _Fields:
         if field is None:
             raise ProtocolError("a field line is malformed")
         name, value = field
-        if name not in _NOT_FORWARDED:
+        if not _is_kept_back(name, _NOT_FORWARDED):
             kept.append(line)
             if name == b"content-type":
                 content_type = value.lower()
@@ -521,9 +544,11 @@ def _read_fields(lines: list[bytes]) -> _Fields:
             options = options | {token.strip() for token in value.lower().split(b",")}
         elif name.startswith(b"endpoint-load-metrics"):
             load_report = load_report or line + b"\r\n"
+        elif name == b"x-lbproxy-reason" and _REASON.fullmatch(value):
+            reason = reason or line + b"\r\n"
     if options and not options <= _USUAL_OPTIONS:
         kept = [line for line in kept if line.partition(b":")[0].lower() not in options]
-    return kept, content_type, encoded, chunked, length, options, load_report
+    return kept, content_type, encoded, chunked, length, options, load_report, reason
 
 
 _NO_OPTIONS: Final[frozenset[bytes]] = frozenset()

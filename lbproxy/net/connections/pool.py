@@ -8,7 +8,7 @@ connection returns to the pool when a message ended cleanly and nothing forbids 
 Invariants:
 
 - A connection with an unread or unexpected byte is never reused, nor one on which something waits in the kernel.
-- A read that has more pieces than one turn may walk is walked on in later turns (`backlog`), and nothing is read before.
+- A read that has more pieces than one turn may walk is walked on in later ones (`backlog`); until then nothing is read.
 - After `abort`, or when its receiver released it, a connection makes no more calls.
 - Kept connections are closed before the 5 s after which vLLM and SGLang (uvicorn) close them.
 
@@ -124,7 +124,7 @@ class Connection:
 
     @property
     def is_silent(self) -> bool:
-        """Nothing of the endpoint waits in the kernel: no response without a request, and no close. Whatever came before
+        """Nothing of the endpoint waits in the kernel: no response without a request, and no close. What came before
         the loop last polled has closed the connection; this is about the time since. Of TLS it sees records.
         """
         return self._look is None or not self._look.poll(0)

@@ -19,15 +19,15 @@ _V1: Final = "/v1/"
 
 def below(base_url: str, target: str) -> str:
     """The request target at an endpoint, for a path (with or without query) as model servers have them."""
-    prefixes = _prefixes(base_url)
-    if prefixes is None:
+    before = prefixes(base_url)
+    if before is None:
         return target
-    beside, api = prefixes
+    beside, api = before
     return f"{api}/{target[len(_V1) :]}" if target.startswith(_V1) else beside + target
 
 
 @lru_cache(maxsize=4096)  # once per request; URLs come from settings and discovery only
-def _prefixes(base_url: str) -> tuple[str, str] | None:
+def prefixes(base_url: str) -> tuple[str, str] | None:
     """What is put before a path, and in place of `/v1`. None: the URL has no path."""
     path = "" if base_url.startswith("unix:") else urlsplit(base_url).path.rstrip("/")
     if not path:

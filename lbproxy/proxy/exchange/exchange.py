@@ -260,6 +260,9 @@ class Exchange(Lifetime):
         if self.step is PREFILLING:
             self._guarded(self._place_whole)
         elif self.step in {DIALLING, SENT}:
+            if self._split is not None:
+                self._shared.conceal(head, self._split.endpoint)
+                head.reason = b""
             self._release_work()
             self.complete_response(head, body)
 
@@ -283,6 +286,7 @@ class Exchange(Lifetime):
         if self._head_sent_by:
             self._cannot_continue(head, ticket)
             return
+        self._shared.conceal(head, ticket.placed_state.endpoint)
         reusable = self.keep_alive and not self.request.http10
         response = client_head(head, self._own_fields(), chunked=False, keep_alive=reusable) + body
         record.status = head.status
@@ -309,6 +313,8 @@ class Exchange(Lifetime):
         """Pass it on, if the client accepts such heads and has none yet. See net.connections.pool.Receiver."""
         transport = self.client.transport
         if transport is not None and not transport.is_closing() and not (self._head_sent_by or self.request.http10):
+            assert self._ticket is not None
+            self._shared.conceal(head, self._ticket.placed_state.endpoint)
             transport.write(b"HTTP/1.1 103 Early Hints\r\n%b\r\n" % head.end_to_end)
 
     def head(self, head: ResponseHead) -> None:
@@ -325,6 +331,7 @@ class Exchange(Lifetime):
             connection.abort()
             self._cannot_continue(head, ticket)
             return
+        self._shared.conceal(head, ticket.placed_state.endpoint)
         relay = Relay(head, connection, ticket, self.record, self._shared.runtime, self)
         self._enter(RELAYING, relay)
         relay.begin(self, self._own_fields(), head_sent_by=self._head_sent_by)

@@ -7,7 +7,9 @@ import random
 from collections.abc import Mapping
 from typing import Final
 
+from lbproxy.config.sections.engines import LBPROXY
 from lbproxy.config.tree import Settings
+from lbproxy.core.endpoints.endpoint import Endpoint
 from lbproxy.core.engines.orca import read_field
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.policies.explain import compact
@@ -15,6 +17,7 @@ from lbproxy.core.queue.ticket import Ticket
 from lbproxy.net.connections.h1 import ResponseHead
 from lbproxy.net.connections.patience import Limits
 from lbproxy.net.connections.pool import ConnectionPool
+from lbproxy.net.dialing.above import as_ours, host_of
 from lbproxy.net.dialing.origin import Origin
 from lbproxy.request_runtime import RequestRuntime
 
@@ -48,6 +51,13 @@ class Exchanger:
         if wanted:
             head.end_to_end += head.load_report
         return head
+
+    def conceal(self, head: ResponseHead, endpoint: Endpoint) -> None:
+        """Take the endpoint's address out of a head for a client. Of another lbproxy the reason of an error passes."""
+        if head.refers or head.end_to_end.find(host_of(endpoint.base_url)) >= 0:
+            head.end_to_end = as_ours(head.end_to_end, endpoint.base_url)
+        if head.reason and endpoint.engine == LBPROXY:
+            head.end_to_end += head.reason
 
     def own_fields(self, record: RequestRecord, cors: str, *, explain: bool) -> str:
         """lbproxy's own field lines in a response, each with its CRLF.

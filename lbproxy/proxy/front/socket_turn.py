@@ -63,12 +63,13 @@ class SocketTurn(Turn):
         self._enter(SWITCHED)
         shared, client, record = self._shared, self._client_connection, self.record
         self._server_end = end = ServerEnd(connection, self)
+        assert self._ticket is not None
+        shared.conceal(head, self._ticket.placed_state.endpoint)
         response = client_head(head, self._own_fields() + SWITCH, chunked=False, keep_alive=True)
         record.status = 101
         record.response_bytes = len(response)
         assert client.transport is not None, "a lost client ends its exchange"
         client.transport.write(response)
-        assert self._ticket is not None
         shared.runtime.first_byte(self._ticket)
         max_bytes = shared.settings.limits.json_body
         there = Side(lambda: client.transport, masked=True, max_bytes=max_bytes)

@@ -108,7 +108,8 @@ def test_what_waits_unread_forbids_the_reuse(late: bytes, plain: bool, tls: Tls 
         async with ScriptedEndpoint(tls=context) as endpoint, connections() as pool:
             origin = Origin(("127.0.0.1", endpoint.port), tls)
             await fetch(pool, origin, "/x", timeout_s=5.0, max_bytes=1000)
-            assert (kept := pool.take(origin)) is not None, "silent"
+            kept = pool.take(origin)
+            assert kept is not None, "silent"
             pool.keep(kept, idle=True)
             descriptor = endpoint.wires[0].writer.get_extra_info("socket").fileno()
             if late:
