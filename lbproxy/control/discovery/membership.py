@@ -5,7 +5,8 @@ An endpoint that joins takes the balancer some 25 µs. A name that suddenly has 
 event loop, which requests share: so of many new endpoints the last join in later turns of the loop.
 
 A server with data-parallel ranks is an endpoint for each rank, here and from here on: `ranks` of its settings, or what
-its metrics show.
+its metrics show. Each change of that ends and begins endpoints with all that is known of them, so a server gets few:
+the first at once, the next after `REST_S`, each further one after twice as long.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec
 from lbproxy.runtime import Runtime
 
 logger = logging.getLogger("lbproxy")
+REST_S: Final = 10.0
+MAX_REST_S: Final = 600.0
+"""A server that goes on to show other numbers of ranks gets a change so rarely; after twice as long without one, it is
+believed again."""
 JOINED_AT_ONCE: Final = 100
 """Endpoints that join in the same turn of the loop."""
 
@@ -36,7 +41,9 @@ class Membership:
         self._rest: asyncio.Handle | None = None
         self._servers: Sequence[EndpointSpec] = ()
         self._ranks: dict[str, int] = {}
-        """How many ranks the metrics of a server show, by its URL, if that is more than one."""
+        """How many ranks the metrics of a server show, by its URL, if that was ever more than one."""
+        self._rests: dict[str, tuple[float, float]] = {}
+        """Until when such a server gets no further change, and how long that rest is in total."""
 
     def begin(self, servers: Sequence[EndpointSpec]) -> None:
         """Make the set equal to `servers`, however many, as nothing else goes on yet."""
@@ -45,6 +52,12 @@ class Membership:
 
     def found_ranks(self, endpoint: Endpoint, ranks: int) -> None:
         """The metrics of a server show so many ranks. See `Scraping.found_ranks`."""
+        now = self._runtime.now()
+        until, rest_s = self._rests.get(endpoint.url_key, (now, 0.0))
+        if now < until or ranks == self._ranks.get(endpoint.url_key, 1):
+            return
+        rest_s = REST_S if now > until + 2 * MAX_REST_S or not rest_s else min(2 * rest_s, MAX_REST_S)
+        self._rests[endpoint.url_key] = now + rest_s, rest_s
         self._ranks[endpoint.url_key] = ranks
         what = f"{ranks} data-parallel ranks, an endpoint each" if ranks > 1 else "no data-parallel ranks any more"
         logger.info("%s has %s", endpoint.server, what, extra={"event": "ranks", "endpoint": endpoint.server})
@@ -66,6 +79,7 @@ class Membership:
         if self._ranks:
             urls = {one.url_key for one in servers}
             self._ranks = {url: ranks for url, ranks in self._ranks.items() if url in urls}
+            self._rests = {url: rest for url, rest in self._rests.items() if url in urls}
         specs = list(self._endpoints(servers))
         if self._rest is not None:
             self._rest.cancel()

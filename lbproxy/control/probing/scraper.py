@@ -11,6 +11,8 @@ that fails reports nothing: the last gauges age, and the Balancer stops believin
 - Where load reports come with answers, a scrape is left out as long as nothing grows too old for it.
 - All scrapers together stay below a rate, so that a large fleet does not cost a core.
 - What goes wrong is logged when it begins and when it ends, never once per scrape.
+- A page costs a bounded share of the processor, whatever is on it, and another number of ranks counts once several
+  pages in a row show it.
 
 Which engine it is and where its page stands is found out with the first scrape, unless the settings say it, and again
 when another server seems to have taken its place.
@@ -55,6 +57,11 @@ MAX_SCRAPES_PER_S = 500.0
 of a core (benchmarks/scrape.py)."""
 IDLE_FACTOR = 2.5
 """An endpoint that showed no request at all is asked so many times less often."""
+
+READING_SHARE = 0.02
+"""Of a processor, for reading one endpoint's pages: one that takes 10 ms is read every half second; vLLM's takes .1."""
+PAGES_AGREE = 3
+"""In a row, before another number of ranks is believed; the first page of all is at once."""
 
 RANKS = "ranks"
 """Stands among the signals that were logged as missing."""
@@ -237,7 +244,12 @@ class Scraper:
         self._asks_load: bool | None = None
         """Its responses are to bring load reports. None = what an earlier scraper of it found out."""
         self._complained = False
-        self._missing_logged: set[str] = set()
+        self._missing_logged: set[tuple[str | None, str]] = set()
+        """By engine, as a page may be of another one each time."""
+        self._read_s = 0.0
+        """How long the last page took to read."""
+        self._shown = 0, 0
+        """The number of ranks on the last page, and how many pages in a row showed it."""
 
     async def run(self) -> None:
         """Until cancelled; returns at once if the endpoint is not to be scraped."""
@@ -272,6 +284,7 @@ class Scraper:
             interval_s = self._shared.interval_s(idle=self._idle)
             if self._in_vain or self._failures >= FAILURES_UNTIL_SLOW:
                 interval_s = max(interval_s, SLOW_INTERVAL_S)
+            interval_s = max(interval_s, self._read_s / READING_SHARE)
         else:
             self._failures, self._good_at = 0, None
         return began_at + interval_s * self._shared.rng.uniform(1 - JITTER, 1 + JITTER)
@@ -296,7 +309,11 @@ class Scraper:
                 self._note_connector(page)
             else:
                 page = await self._ask(self._target)
-            metrics, ranks = self._read(page)
+            reading_at = time.perf_counter()
+            try:
+                metrics, ranks = self._read(page)
+            finally:
+                self._read_s = time.perf_counter() - reading_at
         except ScrapeError as error:
             self._failed(error, began_at)
         else:
@@ -313,8 +330,6 @@ class Scraper:
         """From now on the endpoint is read so: what a server said that stood here before is void."""
         self._target = target
         self._reader = PageReader(self._shared.engines.tables[engine], keep_s=self._settings.stale_after)
-        if engine != self.status.engine:
-            self._missing_logged.clear()
         self.status.engine = engine
 
     def _note_connector(self, page: bytes) -> None:
@@ -377,12 +392,15 @@ class Scraper:
 
     def _compare_ranks(self, shown: int) -> None:
         known = len(self._runtime.ranks(self.endpoint.uid))
+        before, in_row = self._shown
+        self._shown = shown, in_row + 1 if shown == before else 1
         if shown == known:
             return
         if self.endpoint.ranks is None:
-            self._shared.found_ranks(self.endpoint, shown)
-        elif RANKS not in self._missing_logged:
-            self._missing_logged.add(RANKS)
+            if not in_row or self._shown[1] >= PAGES_AGREE:
+                self._shared.found_ranks(self.endpoint, shown)
+        elif (None, RANKS) not in self._missing_logged:
+            self._missing_logged.add((None, RANKS))
             text = "%s: the settings say %d data-parallel ranks, and its metrics show %d"
             logger.warning(text, self.endpoint.server, known, shown, extra=self._extra())
 
@@ -406,9 +424,11 @@ class Scraper:
             logger.warning(text, self.endpoint.server, error.detail, extra=self._extra())
 
     def _log_missing(self, reading: Reading) -> None:
-        new = [name for name in reading.missing if name not in self._missing_logged]
-        for name in new:
-            self._missing_logged.add(name)
+        engine = self.status.engine
+        for name in reading.missing:
+            if (engine, name) in self._missing_logged:
+                continue
+            self._missing_logged.add((engine, name))
             text = "the metrics of %s lack %s, which %s should export"
             extra = {**self._extra(), "signal": name}
             logger.warning(text, self.endpoint.server, name, self.status.engine, extra=extra)

@@ -7,6 +7,8 @@ queue (`control.telemetry.writer`); a thread takes what has gathered every 50 ms
 - Every line is one JSON object in ASCII, whatever the strings in it: a client's bytes can neither forge a line nor
   break the reader's decoder.
 - A reader that is slow, gone, or a full disk costs lines, which are counted, and nothing else.
+- What others could cause without end is limited: lines of aiohttp about what clients send, and those of an event of an
+  endpoint, whose metrics, models or health may be others each time. The next line says how many were left out.
 - Bodies, prompts, keys and query strings (which can carry keys) are never written.
 """
 
@@ -21,6 +23,11 @@ from lbproxy.control.telemetry.writer import LineWriter
 
 MAX_TRACEBACK_CHARS = 8192
 AIOHTTP_LINE_EVERY_S = 1.0
+ENDPOINT_LINES = 20
+"""Lines of one event of one endpoint that are written at once; further ones every `ENDPOINT_LINE_EVERY_S`."""
+ENDPOINT_LINE_EVERY_S = 5.0
+MAX_QUOTAS = 4096
+"""Kinds of lines whose rate is known."""
 
 
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName", "event"}
@@ -62,8 +69,7 @@ class LineHandler(logging.Handler):
         self.internal_errors = 0
         """Failures logged with their traceback: defects of ours."""
         self._writer = writer
-        self._aiohttp_next_at = 0.0
-        self._aiohttp_suppressed = 0
+        self._quotas: dict[tuple[str, str], _Quota] = {}
         self.setFormatter(JsonFormatter())
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -71,7 +77,7 @@ class LineHandler(logging.Handler):
         error = record.exc_info[1] if record.exc_info else None
         if error is not None and record.levelno >= logging.ERROR and not _is_clients_fault(error):
             self.internal_errors += 1
-        if record.name.startswith("aiohttp.") and not self._let_through(record):
+        if not self._let_through(record):
             return
         try:
             self._writer.write([self.format(record).encode("ascii") + b"\n"])
@@ -79,14 +85,43 @@ class LineHandler(logging.Handler):
             self.handleError(record)
 
     def _let_through(self, record: logging.LogRecord) -> bool:
-        """Whether this line of aiohttp's is written: whoever sends garbage must not fill the disk."""
+        """Whether this line is written: whoever sends garbage must not fill the disk."""
+        if record.name.startswith("aiohttp."):
+            key, lines, every_s = ("aiohttp", ""), 1, AIOHTTP_LINE_EVERY_S
+        elif "endpoint" in record.__dict__ and record.levelno < logging.ERROR:
+            fields = record.__dict__
+            key = str(fields.get("event")), str(fields["endpoint"])
+            lines, every_s = ENDPOINT_LINES, ENDPOINT_LINE_EVERY_S
+        else:
+            return True
         now = time.monotonic()
-        if now < self._aiohttp_next_at:
-            self._aiohttp_suppressed += 1
+        quota = self._quotas.pop(key, None) or _Quota(lines, now)
+        self._quotas[key] = quota  # the last one
+        if len(self._quotas) > MAX_QUOTAS:
+            del self._quotas[next(iter(self._quotas))]
+        return quota.let_through(record, lines, every_s, now)
+
+
+class _Quota:
+    """How many lines of one kind may be written now."""
+
+    __slots__ = ("_at", "_left", "_suppressed")
+
+    def __init__(self, lines: int, now: float) -> None:
+        self._left, self._at = float(lines), now
+        self._suppressed = 0
+
+    def let_through(self, record: logging.LogRecord, lines: int, every_s: float, now: float) -> bool:
+        """Count a line. It says how many were left out before it."""
+        self._left = min(float(lines), self._left + (now - self._at) / every_s)
+        self._at = now
+        if self._left < 1.0:
+            self._suppressed += 1
             return False
-        self._aiohttp_next_at = now + AIOHTTP_LINE_EVERY_S
-        record.suppressed = self._aiohttp_suppressed
-        self._aiohttp_suppressed = 0
+        self._left -= 1.0
+        if self._suppressed or lines == 1:
+            record.suppressed = self._suppressed
+            self._suppressed = 0
         return True
 
 

@@ -43,6 +43,8 @@ STARTED = "process_start_time_seconds"
 MAX_LORA = "max_lora"
 """Named in `Reading.missing` if adapters are reported, but not how many fit."""
 _FACTS = frozenset({"block_size_tokens", "kv_blocks"})
+MAX_SHARED = 128
+"""Samples beside those of ranks that are of all of them, and are read for each."""
 MAX_RANKS = 64
 """Data-parallel ranks of one address."""
 _RANK = re.compile("0|[1-9][0-9]{0,4}")
@@ -103,17 +105,14 @@ class PageReader:
     def _read_ranks(self, samples: Samples, scraped_at: float, wall_time: float) -> tuple[LoadMetrics, ...]:
         name = self._table.rank_label
         labels = () if name is None else rank_labels(self._table, samples)
-        if name is None or len(labels) < 2:
+        if name is None or len(labels) < 2 or _shared(samples, name) > MAX_SHARED:
             self._ranks.clear()
             return ()
         if len(self._ranks) != len(labels):
             self._ranks = [PageReader(self._table, keep_s=self._keep_s, blocks_of=len(labels)) for _ in labels]
         read = []
-        for reader, label in zip(self._ranks, labels, strict=True):
-            own = {
-                family: [one for one in series if one.labels.get(name, label) == label]
-                for family, series in samples.items()
-            }
+        parts = _by_rank(samples, name, labels)
+        for reader, own in zip(self._ranks, parts, strict=True):
             # Before its first request a rank shows no gauges at all: it has no requests.
             read.append(reader._read(own, scraped_at, wall_time).metrics or LoadMetrics(scraped_at=scraped_at))
         return tuple(read)
@@ -168,6 +167,22 @@ def rank_labels(table: EngineTable, samples: Samples) -> Sequence[str]:
             found.update(one.labels[name] for one in series if name in one.labels)
     are_numbers = all(_RANK.fullmatch(label) for label in found)
     return sorted(found, key=int) if are_numbers and len(found) <= MAX_RANKS else ()
+
+
+def _shared(samples: Samples, name: str) -> int:
+    return sum(name not in one.labels for series in samples.values() for one in series)
+
+
+def _by_rank(samples: Samples, name: str, labels: Sequence[str]) -> Sequence[Samples]:
+    """The samples of each rank; those without the label are of every rank."""
+    parts: list[dict[str, list[Sample]]] = [{family: [] for family in samples} for _ in labels]
+    places = {label: [part] for label, part in zip(labels, parts, strict=True)}
+    for family, series in samples.items():
+        for one in series:
+            label = one.labels.get(name)
+            for part in parts if label is None else places.get(label, ()):
+                part[family].append(one)
+    return parts
 
 
 @lru_cache(maxsize=128)

@@ -15,6 +15,7 @@ import orjson
 
 from lbproxy.core.engines.handover import BOOTSTRAP_PORT, Handover, Role
 from lbproxy.core.requests.openai import ModelCard
+from lbproxy.core.requests.outline import is_light
 
 MAX_CACHE_TOKENS = 1_000_000_000
 """As for `kv_cache_tokens` in the settings: a larger value is not a size, but an error."""
@@ -109,6 +110,8 @@ SERVER_INFO: Mapping[str, ServerInfo] = {
 
 def read_description(engine: str, page: bytes) -> Description | None:
     """Read what an engine of `SERVER_INFO` states of itself; None if that is nothing."""
+    if not is_light(page):
+        return None
     try:
         fields = orjson.loads(page)
     except orjson.JSONDecodeError:

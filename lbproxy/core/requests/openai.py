@@ -24,6 +24,7 @@ from lbproxy.core.requests.outline import (
     PARSE_AT_ONCE_BYTES,
     STRING,
     Outline,
+    is_light,
     not_an_object,
     too_deep,
 )
@@ -206,9 +207,11 @@ def place_for_name(body: bytes) -> Naming:
 
 
 def read_model_list(page: bytes) -> list[ModelCard] | None:
-    """Return the cards of a /v1/models response; None if it is no such list. Entries without a usable id are
-    skipped.
+    """Return the cards of a /v1/models response; None if it is no such list, or takes too long to read. Entries without
+    a usable id are skipped.
     """
+    if not is_light(page):
+        return None
     try:
         listing = orjson.loads(page)
     except orjson.JSONDecodeError:

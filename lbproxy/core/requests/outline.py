@@ -303,3 +303,12 @@ def outline(body: bytes) -> Outline:
 def cost(text: bytes) -> int:
     """The most that parsing may cost, in bytes of plain text."""
     return len(text) + sum(each * text.count(what) for what, each in COSTS)
+
+
+ANSWER_COST: Final = 8 << 20
+"""The most that JSON of an endpoint may cost, which is parsed at once: some 20 ms. 3,000 of vLLM's model cards."""
+
+
+def is_light(text: bytes) -> bool:
+    """Whether JSON that an endpoint sent may be parsed: 4 MB of empty lists would take half a second."""
+    return cost(text) <= ANSWER_COST

@@ -15,7 +15,7 @@ from typing import Any, Final
 import orjson
 
 from lbproxy.core.requests.outcome import LbError, Outcome
-from lbproxy.core.requests.outline import PARSE_AT_ONCE_BYTES, cost
+from lbproxy.core.requests.outline import PARSE_AT_ONCE_BYTES, cost, is_light
 from lbproxy.core.requests.request import Usage
 from lbproxy.core.responses.usage import read_usage
 
@@ -194,6 +194,8 @@ def first_usage(body: bytes) -> Usage | None:
 
 
 def _fields_of(page: bytes) -> dict[str, Any]:
+    if not is_light(page):
+        return {}
     try:
         fields = orjson.loads(page)
     except orjson.JSONDecodeError:

@@ -6,7 +6,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from lbproxy.control.discovery.membership import JOINED_AT_ONCE, Membership
+import pytest
+
+from lbproxy.control.discovery import membership
+from lbproxy.control.discovery.membership import JOINED_AT_ONCE, MAX_REST_S, REST_S, Membership
 from lbproxy.control.discovery.watch import APART_S, Watches
 from lbproxy.core.endpoints.endpoint_set import EndpointChanges
 from lbproxy.runtime import Runtime
@@ -64,7 +67,38 @@ def test_what_comes_meanwhile_counts_instead() -> None:
     run(main())
 
 
-def test_ranks_of_the_settings_and_of_the_metrics_are_endpoints() -> None:
+def test_a_server_whose_ranks_change_for_ever_gets_few_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each ends up to 64 endpoints with all that is known of them, and begins as many: half a core was gone for it."""
+    clock = [1000.0]
+
+    def changes(watches: Followed) -> int:
+        return sum(bool(one.added) for one in watches.changes)
+
+    async def main() -> None:
+        runtime, watches = Runtime(make_balancer()), Followed()
+        monkeypatch.setattr(runtime, "now", lambda: clock[0])
+        members = Membership(runtime, watches)
+        members.begin([spec(1), spec(2)])
+        endpoint = next(one.endpoint for one in runtime.snapshot().endpoints if one.endpoint.name == "e1")
+        begun = changes(watches)
+        for n in range(3600):
+            members.found_ranks(endpoint, 64 if n % 2 else 2)
+            clock[0] += 1.0
+        assert 3 <= changes(watches) - begun <= 12, "in an hour"
+        clock[0] += 3 * MAX_REST_S
+        members.found_ranks(endpoint, 8)
+        assert len(names(runtime)) == 9, "after a long rest it is believed at once"
+        members.found_ranks(endpoint, 4)
+        clock[0] += REST_S
+        members.found_ranks(endpoint, 4)
+        assert len(names(runtime)) == 5, "and again soon after"
+
+    run(main())
+
+
+def test_ranks_of_the_settings_and_of_the_metrics_are_endpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "REST_S", 0.0)
+
     async def main() -> None:
         runtime, watches = Runtime(make_balancer()), Followed()
         members = Membership(runtime, watches)
@@ -86,7 +120,9 @@ def test_ranks_of_the_settings_and_of_the_metrics_are_endpoints() -> None:
     run(main())
 
 
-def test_the_ranks_of_a_drained_server_are_drained() -> None:
+def test_the_ranks_of_a_drained_server_are_drained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "REST_S", 0.0)
+
     async def main() -> None:
         runtime = Runtime(make_balancer())
         members = Membership(runtime, Followed())

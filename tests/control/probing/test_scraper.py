@@ -661,3 +661,74 @@ def test_reports_do_not_stand_in_for_a_page_that_fails() -> None:
                 assert server.asked("/metrics") == expected
 
     run(main())
+
+
+@interpreted
+def test_another_number_of_ranks_counts_once_several_pages_in_a_row_show_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But on the first page at once: a server must not be taken for one endpoint while the first requests come."""
+    found: list[int] = []
+    shown = [1]
+
+    def ranks(count: int) -> bytes:
+        return page(b"".join(b'vllm:num_requests_running{engine="%d"} 1\n' % n for n in range(count)))
+
+    async def serve(wire: Wire, _: Received) -> None:
+        await wire.send(ranks(shown[0]))
+
+    async def main() -> None:
+        async with ScriptedEndpoint(serve) as server, rig(spec(server)) as r:
+            r.bring_up()
+            r.scraping.found_ranks = lambda _, count: found.append(count)
+            shown[0] = 4
+            scraper = r.scraper(r.endpoints[0])
+            await scraper.turn()
+            assert found == [4], "the first page of all"
+            for count in (1, 8, 1, 8, 8, 1, 2, 8, 1):
+                shown[0] = count
+                await scraper.turn()
+            assert found == [4], "never three in a row"
+            for _ in range(module.PAGES_AGREE):
+                shown[0] = 8
+                await scraper.turn()
+            assert found == [4, 8]
+
+    run(main())
+
+
+@interpreted
+def test_what_takes_long_to_read_is_read_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server chooses what is on its page, not how much of our processor that takes."""
+
+    async def main() -> None:
+        async with ScriptedEndpoint({"/metrics": GOOD}) as server, rig(spec(server), scrape=FAST_SCRAPE) as r:
+            r.bring_up()
+            scraper = r.scraper(r.endpoints[0])
+            assert await scraper.turn() - r.runtime.now() < 0.5
+            read = scraper._read
+
+            def slowly(page: bytes) -> object:
+                time.sleep(0.05)
+                return read(page)
+
+            monkeypatch.setattr(scraper, "_read", slowly)
+            assert await scraper.turn() - r.runtime.now() > 0.9 * 0.05 / module.READING_SHARE - 0.5
+
+    run(main())
+
+
+def test_a_page_of_another_engine_each_time_is_logged_once_for_each(caplog: pytest.LogCaptureFixture) -> None:
+    pages = [b"vllm:num_requests_running 1\n", b"sglang:num_running_reqs 1\n"]
+
+    async def main() -> None:
+        async with ScriptedEndpoint({"/metrics": page(pages[0])}) as server, rig(spec(server)) as r:
+            r.bring_up()
+            scraper = r.scraper(r.endpoints[0])
+            seen = []
+            for n in range(20):
+                server.scripts["/metrics"] = page(pages[n % 2])
+                await scraper.turn()
+                seen.append(scraper.status.engine)
+            assert seen == ["vllm", "sglang"] * 10
+            assert len(caplog.records) <= 8, [one.getMessage() for one in caplog.records]
+
+    run(main())

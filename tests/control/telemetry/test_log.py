@@ -25,7 +25,13 @@ from hypothesis import strategies as st
 from lbproxy.control.telemetry import access_line as lines_of
 from lbproxy.control.telemetry import writer as writer_module
 from lbproxy.control.telemetry.access_line import access_line, plain, stamp
-from lbproxy.control.telemetry.log import LineHandler, configure_logging
+from lbproxy.control.telemetry.log import (
+    ENDPOINT_LINE_EVERY_S,
+    ENDPOINT_LINES,
+    MAX_QUOTAS,
+    LineHandler,
+    configure_logging,
+)
 from lbproxy.control.telemetry.writer import MAX_LINES, LineWriter
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.requests.outcome import Outcome
@@ -385,3 +391,35 @@ def test_a_place_without_locks_is_written_to_all_the_same(monkeypatch: pytest.Mo
     writer.write([b"line\n"])
     writer.close(timeout_s=30.0)
     assert reader.lines() == [b"line\n"]
+
+
+def test_an_endpoint_cannot_fill_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever changes each time it is asked: its ranks, models, health, metrics."""
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    written: list[dict[str, object]] = []
+
+    class Writer(LineWriter):
+        def __init__(self) -> None: ...
+
+        def write(self, lines: list[bytes]) -> None:
+            written.extend(json.loads(one) for one in lines)
+
+    handler = LineHandler(Writer())
+
+    def emit(endpoint: str, event: str = "models", level: int = logging.INFO) -> None:
+        fields = {"msg": "it changed", "levelno": level, "levelname": "INFO", "endpoint": endpoint, "event": event}
+        handler.emit(logging.makeLogRecord({"name": "lbproxy", **fields}))
+
+    for _ in range(1000):
+        emit("e1")
+        clock[0] += 0.1
+    assert abs(len(written) - ENDPOINT_LINES - 100 / ENDPOINT_LINE_EVERY_S) <= 1
+    assert sum(int(str(one.get("suppressed", 0))) for one in written) >= 1000 - len(written) - 50
+    for name, event, level in (("e2", "models", 20), ("e1", "transition", 20), ("e1", "models", logging.ERROR)):
+        before = len(written)
+        emit(name, event, level)
+        assert len(written) == before + 1, "of others, of something else, and of our own faults each line is written"
+    for n in range(2 * MAX_QUOTAS):
+        emit(f"e{n}")
+    assert len(handler._quotas) == MAX_QUOTAS

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from tests.support.aio import run
@@ -62,12 +64,20 @@ def test_the_reason_of_another_lbproxy_passes_where_the_settings_name_it(engine:
 def test_no_trailer_says_what_no_field_may(name: str) -> None:
     """Trailers are relayed as they are: such a response breaks off instead."""
 
+    begun = asyncio.Event()
+
+    async def broken(wire: Wire, _: Received) -> None:
+        await wire.send(STREAM_HEAD + event("1"))
+        await begun.wait()
+        await wire.send(b"0\r\n" + name.encode() + b": x\r\n\r\n")
+
     async def main() -> None:
-        broken = STREAM_HEAD + event("1") + b"0\r\n" + name.encode() + b": x\r\n\r\n"
         async with ScriptedEndpoint(broken) as endpoint, rig(endpoint.url) as it:
             client = await it.connect()
             client.send(post())
-            data = await client.reader.read(-1)
+            data = await client.reader.readuntil(b"1\n\n\r\n")
+            begun.set()
+            data += await client.reader.read(-1)
             assert name.encode() + b": x" not in data
             assert not data.endswith(LAST)
 
