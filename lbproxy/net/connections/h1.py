@@ -454,8 +454,9 @@ class _FixedHead:
     )
 
     def __init__(self, minor: int, status: int, fields: _Fields) -> None:
-        kept, self.content_type, self.encoded, self.chunked, self.announced, options, self.load_report, self.reason = fields
+        kept, self.content_type, self.encoded, self.chunked, self.announced, options, report, reason = fields
         """`announced`: a Content-Length that `split_length` did not find."""
+        self.load_report, self.reason = report, reason
         self.status = status
         self.keep_alive = (minor == 1 or b"keep-alive" in options) and b"close" not in options
         """If the body has framing."""
@@ -546,9 +547,14 @@ def _read_fields(lines: list[bytes]) -> _Fields:
             load_report = load_report or line + b"\r\n"
         elif name == b"x-lbproxy-reason" and _REASON.fullmatch(value):
             reason = reason or line + b"\r\n"
-    if options and not options <= _USUAL_OPTIONS:
-        kept = [line for line in kept if line.partition(b":")[0].lower() not in options]
-    return kept, content_type, encoded, chunked, length, options, load_report, reason
+    return _without(kept, options), content_type, encoded, chunked, length, options, load_report, reason
+
+
+def _without(lines: list[bytes], options: set[bytes] | frozenset[bytes]) -> list[bytes]:
+    """The field lines without those that Connection names."""
+    if options <= _USUAL_OPTIONS:
+        return lines
+    return [line for line in lines if line.partition(b":")[0].lower() not in options]
 
 
 _NO_OPTIONS: Final[frozenset[bytes]] = frozenset()
