@@ -92,6 +92,8 @@ class ScrapeStatus:
     """Scrapes by result: `ok`, a `FailureKind`'s value, `status`, `not_metrics`, `unknown_engine` or `no_load`; and
     `left_out`, because load reports came."""
     last_duration_s: float | None = None
+    read_s: float = 0.0
+    """How long the last page took to read, once it was there."""
     missing: dict[str, bool] = field(default_factory=dict)
     """For each signal that the engine should have: whether the last readable page lacked it."""
 
@@ -227,7 +229,6 @@ class Scraper:
         self.status = ScrapeStatus(engine=None if endpoint.engine == "auto" else endpoint.engine)
         self._runtime = runtime
         self._shared = shared
-        self._settings = shared.settings
         self._target: Target | None = None
         """Where the page was found, with `_reader`. None = to be looked for."""
         self._reader: PageReader | None = None
@@ -246,8 +247,6 @@ class Scraper:
         self._complained = False
         self._missing_logged: set[tuple[str | None, str]] = set()
         """By engine, as a page may be of another one each time."""
-        self._read_s = 0.0
-        """How long the last page took to read."""
         self._shown = 0, 0
         """The number of ranks on the last page, and how many pages in a row showed it."""
 
@@ -275,7 +274,7 @@ class Scraper:
     async def turn(self) -> float:
         """One scrape, if one is needed now. Returns when to look again."""
         began_at = self._runtime.now()
-        interval_s = self._settings.interval
+        interval_s = self._shared.settings.interval
         if self._runtime.wants_scrape(self.endpoint.uid):
             if self._can_wait(began_at):
                 self._count(LEFT_OUT)
@@ -284,7 +283,7 @@ class Scraper:
             interval_s = self._shared.interval_s(idle=self._idle)
             if self._in_vain or self._failures >= FAILURES_UNTIL_SLOW:
                 interval_s = max(interval_s, SLOW_INTERVAL_S)
-            interval_s = max(interval_s, self._read_s / READING_SHARE)
+            interval_s = max(interval_s, self.status.read_s / READING_SHARE)
         else:
             self._failures, self._good_at = 0, None
         return began_at + interval_s * self._shared.rng.uniform(1 - JITTER, 1 + JITTER)
@@ -295,7 +294,7 @@ class Scraper:
             return False
         interval_s = self._shared.interval_s(idle=self._idle)
         lately = now - self._runtime.reported_at(self.endpoint.uid) <= interval_s
-        return lately and now + interval_s - self._good_at <= self._settings.stale_after / 2
+        return lately and now + interval_s - self._good_at <= self._shared.settings.stale_after / 2
 
     async def _scrape(self) -> None:
         began_at = self._runtime.now()
@@ -313,7 +312,7 @@ class Scraper:
             try:
                 metrics, ranks = self._read(page)
             finally:
-                self._read_s = time.perf_counter() - reading_at
+                self.status.read_s = time.perf_counter() - reading_at
         except ScrapeError as error:
             self._failed(error, began_at)
         else:
@@ -323,13 +322,13 @@ class Scraper:
     async def _ask(self, target: Target) -> bytes:
         self._sent_at = self._runtime.now()
         self._runtime.scrape_sent(self.endpoint.uid)
-        timeout_s, max_bytes = self._settings.timeout, self._settings.page
+        timeout_s, max_bytes = self._shared.settings.timeout, self._shared.settings.page
         return await fetch_page(target, self._shared.connections, timeout_s=timeout_s, max_bytes=max_bytes)
 
     def _adopt(self, target: Target, engine: str) -> None:
         """From now on the endpoint is read so: what a server said that stood here before is void."""
         self._target = target
-        self._reader = PageReader(self._shared.engines.tables[engine], keep_s=self._settings.stale_after)
+        self._reader = PageReader(self._shared.engines.tables[engine], keep_s=self._shared.settings.stale_after)
         self.status.engine = engine
 
     def _note_connector(self, page: bytes) -> None:
@@ -418,7 +417,7 @@ class Scraper:
         self._in_vain = error.answered and self.status.engine is None
         assert self._good_at is not None
         hopeless = error.answered and OK not in self.status.results
-        if not self._complained and (hopeless or sent_at - self._good_at > self._settings.stale_after):
+        if not self._complained and (hopeless or sent_at - self._good_at > self._shared.settings.stale_after):
             self._complained = True
             text = "the metrics of %s cannot be read, so only lbproxy's own requests there count: %s"
             logger.warning(text, self.endpoint.server, error.detail, extra=self._extra())
