@@ -191,6 +191,7 @@ def member(endpoint: Endpoint, health: str, handover: Handover, *, draining: boo
         dormant,
         endpoint.tier,
         endpoint.model,
+        endpoint.forward_headers,
     )
 
 
@@ -207,6 +208,7 @@ def read_endpoint(told: m.Member) -> Endpoint:
         rank=told.rank,
         model=told.model,
         tier=told.tier,
+        forward_headers=tuple(told.forward_headers),
         weight=told.weight,
         api_key=None if told.api_key is None else ApiKey(told.api_key),
         tls=None if told.tls is None else Tls._make(told.tls),

@@ -304,6 +304,8 @@ class Member(Message):
     tier: int = 1
     model: str | None = None
     """Its own name of the model."""
+    forward_headers: tuple[str, ...] = ()
+    """See EndpointSpec."""
 
 
 class Members(Message, tag=36):

@@ -99,3 +99,14 @@ def test_the_password_shows_nowhere_and_survives_an_overlay() -> None:
     assert second.endpoints[0] == first.endpoints[0]
     proxy = behind(f"http://me:{HIDDEN}@proxy:8080")
     assert f"{proxy} {proxy!r}" == "proxy:8080 Proxy(host='proxy', port=8080, credentials=ApiKey(***))"
+
+
+def test_names_of_header_fields_are_known_by_their_lower_case() -> None:
+    (entry,) = settings("{url: 'https://api.test', forward_headers: [OpenAI-Organization, x-a, X-A]}").endpoints
+    assert entry.forward_headers == ("openai-organization", "x-a")
+
+
+@pytest.mark.parametrize("names", ["['a b']", "['x:']", "[Authorization]", "[x-api-key]", "[1]", "x-a", "['é']"])
+def test_what_is_no_name_of_a_field_or_is_a_key_is_refused(names: str) -> None:
+    with pytest.raises(ConfigError):
+        settings(f"{{url: 'https://api.test', forward_headers: {names}}}")

@@ -17,7 +17,14 @@ from tests.support.pool import MODEL, card
 
 ASK = InferenceRequest("r", MODEL)
 OWN = Endpoint(uid=EndpointUid(1), name="a1", base_url="http://10.0.0.1:8000")
-ELSEWHERE = Endpoint(uid=EndpointUid(2), name="b1", base_url="https://b.example:443/v1", tier=2, model="its-m")
+ELSEWHERE = Endpoint(
+    uid=EndpointUid(2),
+    name="b1",
+    base_url="https://b.example:443/v1",
+    tier=2,
+    model="its-m",
+    forward_headers=("x-a",),
+)
 
 
 def known(health: Health) -> Known:
@@ -28,6 +35,11 @@ def known(health: Health) -> Known:
     for uid in (1, 2):
         found.list_models(EndpointUid(uid), [card(MODEL)])
     return found
+
+
+def test_a_worker_knows_what_passes_to_a_provider() -> None:
+    told = read_endpoint(member(ELSEWHERE, "up", Handover(), draining=False))
+    assert (told.tier, told.model, told.forward_headers) == (2, "its-m", ("x-a",))
 
 
 def name(chosen: EndpointState | Outcome) -> str:

@@ -40,6 +40,9 @@ from lbproxy.config.values import (
 
 MAX_NAMESERVERS = 8
 MAX_MODELS = 1000
+MAX_FORWARD_HEADERS = 64
+_FIELD_NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9a-z]{1,256}")
+_KEYS = frozenset({"authorization", "x-api-key"})
 Tier: TypeAlias = Annotated[int, count("1", "9")]
 Limit: TypeAlias = Annotated[int, count("1", "1000000000")] | None
 OWN_ENGINES = "own engines"
@@ -165,6 +168,9 @@ class EndpointSettings(ShortSection):
     """A webhook that starts it when requests wait and it is not there. Needs models."""
     api_key: SecretStr | None = None
     """Sent to it as `Authorization: Bearer`, instead of the client's. Write ${NAME} rather than the key."""
+    forward_headers: tuple[str, ...] = ()
+    """Names of further header fields of clients that it gets above tier 1, where all but a few are held back:
+    docs/overflow.md."""
     proxy: ProxyUrl | None = None
     """`http://[user:password@]host:port`: the forward proxy for all connections to it, by CONNECT, also with http. User
     and password are URL-encoded: `@` is `%40`. Write ${NAME} rather than the password."""
@@ -311,6 +317,16 @@ class EndpointSettings(ShortSection):
     @classmethod
     def _check_key(cls, value: SecretStr | None) -> SecretStr | None:
         return value if value is None else check_token(value)
+
+    @field_validator("forward_headers", mode="after")
+    @classmethod
+    def _check_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        names = tuple(dict.fromkeys(one.lower() for one in value))
+        if len(names) > MAX_FORWARD_HEADERS or any(_FIELD_NAME.fullmatch(one) is None for one in names):
+            raise expected(f"up to {MAX_FORWARD_HEADERS} names of header fields")
+        if not _KEYS.isdisjoint(names):
+            raise expected("no authorization or x-api-key (api_key decides about those)")
+        return names
 
     @field_validator("proxy", mode="after")
     @classmethod

@@ -66,6 +66,7 @@ def _common(entry: EndpointSettings) -> Callable[..., EndpointSpec]:
         models=entry.models,
         model=entry.model,
         tier=entry.tier,
+        forward_headers=entry.forward_headers,
         bounds=_bounds(entry),
         kv_cache_tokens=entry.kv_cache_tokens,
         ranks=entry.ranks or None,

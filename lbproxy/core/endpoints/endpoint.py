@@ -70,6 +70,8 @@ class EndpointSpec:
     """The size of its KV cache; None = reported by the endpoint, or learned."""
     api_key: ApiKey | None = None
     """Sent instead of the client's own credentials."""
+    forward_headers: tuple[str, ...] = ()
+    """Further fields of clients that it gets above tier 1; in lower case."""
     tls: Tls | None = None
     """Always set with https, else None."""
     proxy: Proxy | None = None

@@ -79,6 +79,8 @@ def read_json_body(body: bytes, large: LargeJson | None = None) -> BodyFacts:
     model = fields.get("model")
     if "model" in fields:
         check_model_name(model)
+    elif any(name.lower() == "model" for name in fields):
+        raise LbError(Outcome.MISSING_MODEL, "The name of the field is `model`, in lower case.", param="model")
     limit = fields.get("max_completion_tokens", fields.get("max_tokens"))
     if limit is None:
         limit = fields.get("max_output_tokens", fields.get("n_predict"))  # /v1/responses; llama.cpp's own
@@ -163,7 +165,9 @@ def find_names(body: bytes, outline: Outline | None = None) -> Naming:
     `model` that is too long in one with an outline.
     """
     if outline is None:
-        return Naming(_model_values(body))
+        found = _model_values(body)
+        assert found, "it names a model, in UTF-8"
+        return Naming(found)
     if outline.has_long_model:
         raise LbError(Outcome.INVALID_JSON, "The JSON body has a `model` that is too long, or too many blanks at one.")
     return Naming(outline.models)
@@ -188,8 +192,12 @@ def _model_values(body: bytes) -> list[tuple[int, int]]:
         value = STRING.match(body, key.end())
         if depth == 1 and value is not None:
             found.append(value.span())
-    assert found, "it names a model, in UTF-8"
     return found
+
+
+def names_models(body: bytes) -> bool:
+    """Whether a JSON object body, of which no outline was made, has more than one `model`. Raises LbError."""
+    return len(_model_values(body)) > 1
 
 
 _OPENING: Final = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*\{[ \t\r\n]*")

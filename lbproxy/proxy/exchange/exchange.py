@@ -154,8 +154,9 @@ class Exchange(Lifetime):
             request, limits = self._split.send_second()
         request = as_named_by(state.endpoint, request)
         forwarded = self.client.peer.lines(request.fields, http10=request.http10)
+        endpoint, bound = state.endpoint, self.placed.max_tier
         head = request.head_for(
-            state.endpoint, record.attempt_id, forwarded, ask_load=state.asks_load, trace=record.trace
+            endpoint, record.attempt_id, forwarded, ask_load=state.asks_load, trace=record.trace, max_tier=bound
         )
         connection.send(request.method, head, request.pieces or request.body, self, limits)
 

@@ -169,7 +169,8 @@ class Split:
         shared = self._shared
         origin = Origin.parse(decode.base_url, decode.tls, decode.proxy)
         call = Call(shared.connections, origin, shared.limits, MAX_HANDOVER_BYTES, _ignore)
-        head = self.request.head_for(decode, f"{self._leg.id}.0", self._leg.forwarded)
+        leg = self._leg
+        head = self.request.head_for(decode, f"{leg.id}.0", leg.forwarded, max_tier=leg.placed.max_tier)
         call.start("POST", head, self.request.body)
         shared.runtime.loop.call_later(RELEASE_S, call.cancel)
 
@@ -178,7 +179,8 @@ class Split:
     def _send(self, body: bytes) -> None:
         """Send the first leg."""
         endpoint, request = self.endpoint, self.request._replace(body=body)
-        head = request.head_for(endpoint, self._leg.id, self._leg.forwarded, trace=self._leg.trace)
+        leg = self._leg
+        head = request.head_for(endpoint, leg.id, leg.forwarded, trace=leg.trace, max_tier=leg.placed.max_tier)
         self._begin_call(Origin.parse(endpoint.base_url, endpoint.tls, endpoint.proxy), head, body, self._responded)
 
     def _begin_call(self, origin: Origin, head: bytes, body: bytes, done: Callable[[Result], None]) -> None:

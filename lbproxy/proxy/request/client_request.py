@@ -14,22 +14,18 @@ from lbproxy.core.endpoints.endpoint import Endpoint
 from lbproxy.core.engines.orca import REQUEST_HEADER
 from lbproxy.core.observed.trace import Trace
 from lbproxy.core.requests.openai import Naming, Pieces
+from lbproxy.core.requests.request import MAX_TIER
 from lbproxy.net.connections.fetch import bearer
 from lbproxy.net.connections.h1 import request_head
 from lbproxy.net.dialing.below import below
 from lbproxy.net.dialing.origin import Origin
+from lbproxy.proxy.request.forwarding import let_out, without_credentials
 from lbproxy.proxy.request.headers import RequestFields
 from lbproxy.proxy.request.routes import Route
 
 _ASK_LOAD: Final = f"{REQUEST_HEADER}: TEXT\r\n"
 """TEXT keeps metrics that occur twice; in JSON vLLM's last one replaces the others."""
-
-
 _RANK_LINES: Final = re.compile(rb"(?im)^x-data-parallel-rank:[^\r\n]*\r\n")
-
-
-_ELSEWHERE: Final = re.compile(rb"(?im)^(?:x-data-parallel-rank|cookie|api-key|x-goog-api-key):[^\r\n]*\r\n")
-"""Fields for one's own servers, and credentials beside `CREDENTIALS`: no endpoint above tier 1 gets them."""
 _RANK_GONE: Final = re.compile(r"(?:routed_)?(?:dp_rank|data_parallel_rank)[ =]\d+ (?:is )?out of range")
 _MAX_ERROR_BYTES: Final = 4096
 
@@ -83,10 +79,12 @@ class ClientRequest(NamedTuple):
         *,
         ask_load: bool = False,
         trace: Trace | None = None,
+        max_tier: int = MAX_TIER,
     ) -> bytes:
         """The head for `endpoint`, with lbproxy's own fields. `forwarded`: field lines about the client. `ask_load`:
         request a load report with the response, in a format that clients cannot choose. `trace`: if the request is
-        traced. An endpoint above tier 1 is elsewhere: it is told nothing of the client.
+        traced. An endpoint above tier 1 is elsewhere: it gets what `let_out` lets out. `max_tier`: the highest
+        tier that the request may go to, which an endpoint that is an lbproxy must know.
         """
         method, target, _, fields, body, credentials, _, traced, _, _, pieces = self
         length = len(body)
@@ -94,16 +92,19 @@ class ClientRequest(NamedTuple):
             length = sum(map(len, pieces))
         host, named, key = _addressed(endpoint.base_url, endpoint.rank, endpoint.api_key, endpoint.tls)
         forward = fields.forward
-        target = below(endpoint.base_url, target)
         if endpoint.tier > 1:
-            forward, named = _ELSEWHERE.sub(b"", forward), ""
-            forwarded = b"".join(line for line in forwarded.splitlines(True) if line.startswith(b"Via:"))
+            target, forward = without_credentials(target), let_out(forward + forwarded, endpoint.forward_headers)
+            forwarded = b""
+            named = "" if endpoint.rank is None else f"X-data-parallel-rank: {endpoint.rank}\r\n"
+        target = below(endpoint.base_url, target)
         if endpoint.rank is not None:
             forward = _RANK_LINES.sub(b"", forward)  # only one rank can be meant
         if key is not None:
             credentials = key
         if ask_load and not fields.wants_load_report:
             named = _ASK_LOAD + named
+        if max_tier < MAX_TIER:
+            named += f"x-lbproxy-tier: {max_tier}\r\n"
         if trace is not None:
             traced = trace.fields
         own = f"{named}x-request-id: {request_id}\r\n".encode("ascii")

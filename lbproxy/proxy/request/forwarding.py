@@ -6,13 +6,19 @@ dropped, and replaced by what lbproxy saw itself.
 
 Via also detects loops (RFC 9110, section 7.6.3): ours names this process in a comment, and a request with that comment
 was here before. Proxies may drop comments, so a request that passed too many lbproxys is a loop as well.
+
+An endpoint above tier 1 is somebody else's. It gets no field of the client but those that its API needs, by a list of
+what passes: names of what must not are invented every day.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from functools import lru_cache
 from ipaddress import IPv6Address, ip_address
 from typing import Final
+from urllib.parse import unquote_plus
 
 from lbproxy.config.sections.proxies import ForwardedMode, Network
 from lbproxy.core.requests.outcome import LbError, Outcome
@@ -21,6 +27,26 @@ from lbproxy.proxy.request.headers import RequestFields
 MAX_FORWARDS_DIGITS: Final = 9
 MAX_HOPS: Final = 10
 """lbproxys that a request may have passed. A chain has two or three."""
+_ELSEWHERE: Final = frozenset(
+    {
+        *(b"accept", b"user-agent", b"anthropic-version", b"anthropic-beta", b"openai-beta", b"idempotency-key"),
+        *(b"connection", b"upgrade", b"sec-websocket-version", b"sec-websocket-key", b"sec-websocket-protocol"),
+    }
+)
+"""What of a client passes above tier 1, with all about the content; the second line is lbproxy's own, of a handshake.
+Credentials, traces and ids of requests are not among these fields."""
+_CONTENT: Final = b"content-"
+_OUR_VIA: Final = re.compile(rb"1\.[01] lbproxy(?: \([0-9a-f]{12}\))?")
+"""What lbproxys added: without it two that overflow to each other would not notice."""
+_CACHED_BYTES: Final = 4 << 10
+_WORDS: Final = re.compile(r"[a-z0-9]+")
+_CREDENTIALS: Final = frozenset(
+    {
+        *("key", "apikey", "token", "accesstoken", "secret", "password", "passwd", "pwd", "sig", "signature", "auth"),
+        *("authorization", "credential", "credentials", "jwt", "session", "sessionid", "sid", "code", "cookie"),
+    }
+)
+"""Words in names of query parameters by which keys are sent: ?api-key=, ?access_token=, ?X-Amz-Signature=."""
 UNIX: Final = "unix:"
 """The address of a client on a Unix socket."""
 
@@ -104,3 +130,39 @@ def may_forward(method: str, fields: RequestFields) -> bool:
         raise LbError(Outcome.BAD_REQUEST, "Max-Forwards is not a number.")
     fields.forward += b"Max-Forwards: %d\r\n" % (int(value) - 1)
     return int(value) > 0
+
+
+def let_out(lines: bytes, more: tuple[str, ...]) -> bytes:
+    """Those of a request's field lines that go to an endpoint above tier 1. `more`: further names, in lower case."""
+    return _let_out_cached(lines, more) if len(lines) <= _CACHED_BYTES else _let_out(lines, more)
+
+
+def _let_out(lines: bytes, more: tuple[str, ...]) -> bytes:
+    passing = _ELSEWHERE.union(one.encode() for one in more)
+    kept = []
+    for line in lines.splitlines(keepends=True):
+        name, _, value = line.partition(b":")
+        name = name.strip().lower()
+        if name in passing or name.startswith(_CONTENT):
+            kept.append(line)
+        elif name == b"via" and (ours := _OUR_VIA.findall(value)):
+            kept.append(b"Via: %b\r\n" % b", ".join(ours))
+    return b"".join(kept)
+
+
+_let_out_cached: Final = lru_cache(maxsize=1024)(_let_out)
+"""Most clients send the same fields with each request."""
+
+
+def without_credentials(target: str) -> str:
+    """A request target without what looks like a key in its query."""
+    path, found, query = target.partition("?")
+    if not found:
+        return target
+    kept = [part for part in query.split("&") if not _is_credential(part)]
+    return f"{path}?{'&'.join(kept)}" if kept else path
+
+
+def _is_credential(part: str) -> bool:
+    name = unquote_plus(part.partition("=")[0]).lower()
+    return any(word in _CREDENTIALS or word.endswith(("key", "token")) for word in _WORDS.findall(name))

@@ -14,7 +14,15 @@ from lbproxy.core.queue.flows import FlowRules
 from lbproxy.core.requests.forms import FormWalk, find_form_name, read_form_model
 from lbproxy.core.requests.large_json import LargeJson
 from lbproxy.core.requests.models import Aliases, resolve
-from lbproxy.core.requests.openai import BodyFacts, ModelCard, Naming, find_names, place_for_name, read_json_body
+from lbproxy.core.requests.openai import (
+    BodyFacts,
+    ModelCard,
+    Naming,
+    find_names,
+    names_models,
+    place_for_name,
+    read_json_body,
+)
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.outline import PARSE_AT_ONCE_BYTES, omitted_bytes
 from lbproxy.core.requests.prompt_keys import BlockKey, hash_prompt
@@ -211,6 +219,8 @@ def as_named_by(endpoint: Endpoint, request: ClientRequest) -> ClientRequest:
     """
     model = endpoint.model or request.model
     if model is None:
+        if endpoint.tier > 1 and has_json(request):
+            _refuse_two_models(request)
         return request
     if request.fields.upgrade:
         return request._replace(target=with_query_model(request.target, model))
@@ -223,6 +233,13 @@ def as_named_by(endpoint: Endpoint, request: ClientRequest) -> ClientRequest:
     if len(body) > PARSE_AT_ONCE_BYTES:
         return request._replace(body=b"", pieces=pieces, model=None, naming=None)
     return request._replace(body=b"".join(pieces), model=None, naming=None)
+
+
+def _refuse_two_models(request: ClientRequest) -> None:
+    """Raise LbError INVALID_JSON for a second `model`: that is the one which another kind of server may read."""
+    naming = request.naming
+    if names_models(request.body) if naming is None else len(naming.spans) > 1:
+        raise LbError(Outcome.INVALID_JSON, "The JSON body has more than one `model`.")
 
 
 def _naming_of(request: ClientRequest, large: Large | None = None) -> Naming:

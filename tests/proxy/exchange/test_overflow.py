@@ -257,3 +257,44 @@ def test_without_a_key_of_its_own_an_endpoint_gets_the_clients() -> None:
         assert sent(there).field("authorization") == "Bearer client"
 
     run(scenario())
+
+
+@pytest.mark.parametrize("fields", ["x-lbproxy-tier: 1\r\n", "x-lbproxy-tier: 3\r\n", ""])
+@pytest.mark.parametrize("socket", [False, True])
+def test_a_bound_is_told_to_every_endpoint_which_may_be_an_lbproxy(fields: str, socket: bool) -> None:
+    """Of a retry and of a WebSocket, too."""
+
+    async def scenario() -> None:
+        here, again = ScriptedEndpoint(answer(status=503)), ScriptedEndpoint(answer(status=503))
+        more = "flows: {default: {max_tier: 4}}\n"
+        async with here, again, rig(here.url, again.url, more=more) as it:
+            data = post(more=fields)
+            if socket:
+                data = (
+                    f"GET /v1/realtime?model=m HTTP/1.1\r\nHost: lb\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+                    f"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n{fields}\r\n"
+                ).encode()
+            await it.ask(data)
+            got = [*here.requests, *again.requests]
+            assert len(got) == 2
+            bound = fields.partition(": ")[2].strip() or "4"
+            assert [one.field("x-lbproxy-tier") for one in got] == [bound, bound]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("body", [b'{"model":"m","model":"other"}', b'{"model":"m","MODEL":"other"}'])
+@pytest.mark.parametrize("its", ["tier: 2, health: null, metrics: null, models: [m, other]", ITS])
+def test_a_provider_reads_no_other_model_than_lbproxy_does(body: bytes, its: str) -> None:
+    async def scenario() -> None:
+        here, there = ScriptedEndpoint(), ScriptedEndpoint()
+        async with fleet(here, there, its=its) as it:
+            it.take_down("e1")
+            await it.settle()
+            reply = await it.ask(post(body))
+            if reply.status == 200:
+                assert sent(there).body.count(b'"its-m"') == 2
+            else:
+                assert (reply.status, there.requests) == (400, []) or reply.status == 404
+
+    run(scenario())

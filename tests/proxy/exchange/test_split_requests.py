@@ -554,6 +554,17 @@ def test_a_body_that_cannot_be_written_again_is_served_whole() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("connector", ["nixl", "shared-storage", "sglang"])
+def test_a_bound_of_tiers_is_told_to_both_legs(connector: str) -> None:
+    async def main() -> None:
+        servers = ("prefill", prefilled()), ("decode", stream)
+        async with apart(*servers, connector=connector) as (it, (first, second)):
+            await it.ask(post(BODY, more="x-lbproxy-tier: 2\r\n"))
+            assert [one.requests[0].field("x-lbproxy-tier") for one in (first, second)] == ["2", "2"]
+
+    run(main())
+
+
 def test_a_response_that_is_not_streamed_comes_whole() -> None:
     async def main() -> None:
         async with apart(("prefill", prefilled()), ("decode", OK)) as (it, (_, second)):
