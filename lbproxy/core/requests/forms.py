@@ -19,6 +19,8 @@ from lbproxy.core.requests.outcome import LbError, Outcome
 
 MAX_PARTS: Final = 1000
 MAX_PART_HEAD_BYTES: Final = 16 << 10
+MAX_LINES: Final = 32
+"""Of the head of a part, and of the parameters in one: clients send three of each."""
 MAX_FALSE_DELIMITERS: Final = 10_000
 """Texts that look like a delimiter but are none. Boundaries are chosen so that files do not contain them: more of these
 are an attack."""
@@ -35,9 +37,9 @@ _LINE_END: Final = re.compile(rb"[ \t]{0,1024}\r\n")
 _ANY_LINE_END: Final = re.compile(rb"[ \t]{0,1024}[\r\n]|[ \t]{1024}")
 """Or more blanks than are checked: another parser may find a line end after them."""
 _TOKEN: Final = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
-_FIELD_LINE: Final = re.compile(rb"(" + _TOKEN + rb"):[ \t]*([^\x00-\x08\x0a-\x1f\x7f]*)")
+_FIELD_LINE: Final = re.compile(rb"(" + _TOKEN + rb"):[ \t]*+([^\x00-\x08\x0a-\x1f\x7f]*+)")
 _PARAMETER: Final = re.compile(
-    rb"[ \t]*;[ \t]*(" + _TOKEN + rb")=(?:\"((?:[^\"\\]|\\[^\r\n])*)\"|(" + _TOKEN + rb"))[ \t]*"
+    rb"[ \t]*+;[ \t]*+(" + _TOKEN + rb")=(?:\"((?:[^\"\\]|\\[^\r\n])*+)\"|(" + _TOKEN + rb"))[ \t]*+"
 )
 _FORM_DATA: Final = b"form-data"
 
@@ -162,7 +164,10 @@ class FormWalk:
 def _part_name(head: bytes) -> bytes | None:
     """Return the name of a part; empty for a file; None if parsers could read its head differently."""
     disposition = None
-    for line in head.split(b"\r\n"):
+    lines = head.split(b"\r\n")
+    if len(lines) > MAX_LINES:
+        return None
+    for line in lines:
         field = _FIELD_LINE.fullmatch(line)
         if field is None:
             return None
@@ -176,7 +181,7 @@ def _part_name(head: bytes) -> bytes | None:
     at = len(_FORM_DATA)
     while at < len(disposition):
         parameter = _PARAMETER.match(disposition, at)
-        if parameter is None or parameter[1].lower() in values:
+        if parameter is None or parameter[1].lower() in values or len(values) == MAX_LINES:
             return None
         values[parameter[1].lower()] = parameter[2] or parameter[3] or b""
         at = parameter.end()
