@@ -16,7 +16,8 @@ from lbproxy.core.responses.sse import EventScanner
 
 MAX_HELD_BYTES: Final = 256 << 10
 """`response.created` repeats the instructions and tools of the request."""
-_REFUSAL: Final = re.compile(rb'data: ?\{"error"[^\n]*?"code": ?(429|500|502|503|504)\b')
+_REFUSAL: Final = re.compile(rb'^data: ?\{"error"[^\n]{0,4096}?"code": ?(429|500|502|503|504)\b', re.MULTILINE)
+"""From the beginning of a line only: from each `data:` in it, a line of them would take seconds."""
 _REFUSAL_BYTES: Final = 4096
 _ERROR_EVENT: Final = re.compile(rb"(?:^|\n)event: ?error\r?\n")
 """In /v1/messages: vLLM 0.32 states no status there."""
@@ -39,10 +40,11 @@ class Opening:
 
     def refusal(self, data: bytes) -> int | None:
         """The HTTP status of the error with which a stream begins. `data`: the body so far."""
-        found = _REFUSAL.search(data, 0, len(self.held) + _REFUSAL_BYTES)
+        line = self.held.rfind(b"\n") + 1  # what is before it was looked at
+        found = _REFUSAL.search(data, line, len(self.held) + _REFUSAL_BYTES)
         if found is not None:
             return int(found[1])
-        return 500 if self._holds and _ERROR_EVENT.search(data) else None
+        return 500 if self._holds and _ERROR_EVENT.search(data, max(0, line - 1)) else None
 
     def keeps(self, data: bytes, scanner: EventScanner) -> bool:
         """Whether the body so far, `data`, is held: no token followed yet."""
