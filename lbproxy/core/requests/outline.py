@@ -305,8 +305,8 @@ def cost(text: bytes) -> int:
     return len(text) + sum(each * text.count(what) for what, each in COSTS)
 
 
-ANSWER_COST: Final = 8 << 20
-"""The most that JSON of an endpoint may cost, which is parsed at once: some 20 ms. 3,000 of vLLM's model cards."""
+ANSWER_COST: Final = 16 << 20
+"""The most that JSON of an endpoint may cost, which is parsed at once: some 20 ms. 4,500 of vLLM's model cards."""
 
 
 def is_light(text: bytes) -> bool:
