@@ -58,10 +58,12 @@ def _usage_at_end(text: bytes) -> dict[str, Any] | None:
     if at < 0 or text[at - 1] == 92:  # the end of a longer key
         return None
     try:
-        outer = orjson.loads(b"{" + text[at:])
+        if text.endswith(b"}}") and text[at + _KEY_BYTES] == 58:  # mostly nothing follows
+            said = orjson.loads(text[at + _KEY_BYTES + 1 : -1])
+        else:
+            said = orjson.loads(b"{" + text[at:])["usage"]
     except orjson.JSONDecodeError:
         return None
-    said = outer["usage"]
     return said if type(said) is dict else None
 
 
