@@ -406,10 +406,9 @@ class Runtime(RequestRuntime):
         """See Balancer."""
         return self._balancer.endpoints.version
 
-    def models_of(self, uid: EndpointUid) -> dict[str, ModelCard] | None:
-        """See Balancer."""
-        state = self._balancer.endpoints.get(uid)
-        return None if state is None else state.models
+    def at_address(self, uid: EndpointUid) -> Sequence[EndpointState]:
+        """See EndpointSet."""
+        return self._balancer.endpoints.at_address(uid)
 
     def learned(self) -> tuple[PoolLearned, dict[EndpointUid, EndpointLearned]] | None:
         """What was learned of speeds and caches; None under policies that learn nothing."""

@@ -56,8 +56,10 @@ class Upstreams:
 class Totals:
     """Counts of workers added up, those of ended workers included: see families.Load, families.Door, extras.tracing."""
 
-    def __init__(self, server: WorkerServer) -> None:
+    def __init__(self, server: WorkerServer, count: int) -> None:
+        """`count`: how many workers there are, if all are connected."""
         self._server = server
+        self._count = count
         self._gone: Counter[str] = Counter()
         """Counts of workers that are dead, by family and label."""
         server.succession.on_dead = self._on_dead
@@ -145,6 +147,11 @@ class Totals:
         ]
 
     @property
+    def unheard(self) -> int:
+        """Workers of which not all requests are known."""
+        return max(0, self._count - self._server.heard())
+
+    @property
     def placed_alone(self) -> int:
         """Requests that workers placed while there was no balancer process."""
         return self._sum("alone").get("", 0)
@@ -189,15 +196,15 @@ class WorkersPlane:
 
     sockets: Sequence[socket.socket] | None = None
 
-    def __init__(self, parts: Parts, path: str, url: str) -> None:
-        """`path`: where workers find this process. `url`: where clients find workers."""
+    def __init__(self, parts: Parts, path: str, url: str, count: int) -> None:
+        """`path`: where workers find this process. `url`: where clients find workers. `count`: of workers."""
         self.server = WorkerServer(parts.runtime)
         parts.sinks.append(self.server)
         self._loads = parts.loads
         self._path = path
         self.front = WorkersFront(self.server, url)
         self.upstreams = Upstreams(self.server)
-        self.workers = self.load = self.tracing = Totals(self.server)
+        self.workers = self.load = self.tracing = Totals(self.server, count)
         self.door = Connecting(self.workers)
         self.pulse = Lags()
         self.server.on_beat = self._on_beat

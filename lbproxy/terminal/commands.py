@@ -67,11 +67,13 @@ def drain(client: AdminClient, console: Console, name: str, *, wait: bool, timeo
     began_at, said = time.monotonic(), None
     while True:
         left = progress["in_flight"]
-        if left != said:
-            so_far = "drained" if not left else f"draining: {_running(left)} left"
+        drained = progress.get("drained", not left)  # 0.2.0 does not say it of an endpoint
+        if (left, drained) != said:
+            unheard = "not all worker processes have said yet what runs there"
+            so_far = "drained" if drained else f"draining: {_running(left) + ' left' if left else unheard}"
             console.print(f"{shown} is {so_far}", markup=False)
-            said = left
-        if not left or not wait:
+            said = left, drained
+        if drained or not wait:
             return 0
         if timeout_s is not None and time.monotonic() - began_at >= timeout_s:
             text = f"{shown} still has {_running(left)} after {timeout_s:g} s; it stays drained, and gets no new ones"

@@ -202,7 +202,7 @@ def _health(one: Fields) -> Text:
     if one["leaving"]:
         return Text("leaving", style="yellow")
     if one["draining"]:
-        return Text("drained" if not one["in_flight"] else "draining", style="yellow")
+        return Text("drained" if one.get("drained", not one["in_flight"]) else "draining", style="yellow")
     if sleep := _sleep(one):
         left = (one.get("sleep") or {}).get("left_s")
         return Text(sleep if left is None else f"{sleep} {left:.0f} s", style="cyan")

@@ -9,8 +9,8 @@ and knows nothing of the requests of other workers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Iterable, Sequence
+from typing import Final, TypeAlias
 
 from lbproxy.config.sections.health import BreakerSettings
 from lbproxy.core.endpoints.breaker import Breaker
@@ -30,6 +30,15 @@ AVOID_S: Final = 2.0
 """About what two failed probes take."""
 
 
+News: TypeAlias = tuple[Endpoint, Health, bool, Handover, str]
+"""A member, its health, whether it drains, its part where prefill and decode are apart, and whether it is dormant."""
+
+
+def _apply(state: EndpointState, said: News) -> None:
+    state.endpoint, state.health, state.draining, state.handover, state.dormant = said
+    state.backing_off_until = float("-inf")
+
+
 class Known:
     """What a worker knows of the endpoints. Changed by what the balancer process tells, and by our own requests."""
 
@@ -42,44 +51,89 @@ class Known:
         """See RequestRuntime."""
         self.stored_responses = StoredResponses()
         """Those of all workers."""
+        self._news: list[News] = []
+        """Of members, of which the rest follows."""
+        self._list: dict[str, ModelCard] | None = None
+        """The beginning of a model list, likewise."""
 
     # What the balancer process tells
 
-    def replace(self, members: Iterable[tuple[Endpoint, Health, bool, Handover, str]]) -> None:
-        """The complete set, in order: each with its health, whether it drains, its part where prefill and decode are
-        apart, and whether it is dormant. A new balancer process gives other uids to the same endpoints.
+    def begin(self) -> None:
+        """Another balancer process tells from now on."""
+        self._news, self._list = [], None
+
+    def note_members(self, news: Iterable[News], order: Sequence[int] | None, *, more: bool = False) -> None:
+        """What is new of members; `order`: the complete set, if that changed. `more`: the rest follows. A new balancer
+        process gives other uids to the same endpoints.
         """
-        before = {one.endpoint.key: one for one in self._states.values()}
+        self._news += news
+        if more:
+            return
+        said, self._news = self._news, []
+        if order is not None:
+            self._replace({one[0].uid: one for one in said}, order)
+            return
+        for one in said:
+            state = self._states.get(one[0].uid)
+            if state is not None:
+                _apply(state, one)
+                self._serving.changed(state)
+        self._note_roles()
+
+    def _replace(self, said: dict[EndpointUid, News], order: Sequence[int]) -> None:
+        states = self._states
+        before = {one.endpoint.key: one for one in states.values()}
         self._states = {}
         moved: dict[EndpointUid, EndpointUid] = {}
-        for endpoint, health, draining, handover, dormant in members:
-            state = before.get(endpoint.key)
-            if state is not None and state.endpoint.uid != endpoint.uid:
-                moved[state.endpoint.uid] = endpoint.uid
-            if state is None:
-                state = EndpointState(endpoint)
-                state.breaker = Breaker(BreakerSettings())
-            state.endpoint = endpoint
-            state.health = health
-            state.draining = draining
-            state.dormant = dormant
-            state.handover = handover
-            state.backing_off_until = float("-inf")
-            self._states[endpoint.uid] = state
+        for number in order:
+            uid = EndpointUid(number)
+            one = said.get(uid)
+            state = states.get(uid) if one is None else before.get(one[0].key)
+            if one is not None:
+                if state is None:
+                    state = EndpointState(one[0])
+                    state.breaker = Breaker(BreakerSettings())
+                elif state.endpoint.uid != uid:
+                    moved[state.endpoint.uid] = uid
+                _apply(state, one)
+            if state is not None:
+                self._states[uid] = state
         if moved:
             self.stored_responses.move(moved)
-        self.has_roles = any(one.handover.role is not Role.BOTH for one in self._states.values())
+        self._note_roles()
         relate_ranks(self._states.values())
         self._serving.replace_all(self._states.values())
         for state in self._states.values():
-            self._serving.changed(state)
+            if state.endpoint.uid in said:
+                self._serving.changed(state)
 
-    def list_models(self, uid: EndpointUid, cards: list[ModelCard] | None) -> None:
-        """What an endpoint lists; None = it has no such list."""
-        state = self._states.get(uid)
-        if state is not None:
-            state.models = None if cards is None else {card.id: card for card in cards}
-            self._serving.changed(state)
+    def _note_roles(self) -> None:
+        self.has_roles = any(one.handover.role is not Role.BOTH for one in self._states.values())
+
+    def list_models(
+        self,
+        uids: Iterable[int],
+        cards: Iterable[ModelCard] | None,
+        *,
+        gone: Iterable[str] = (),
+        adds: bool = False,
+        more: bool = False,
+    ) -> None:
+        """What endpoints list, all of them the same; None = they have no such list. `gone`, `adds`, `more`: see
+        messages.Models.
+        """
+        states = [state for uid in uids if (state := self._states.get(EndpointUid(uid))) is not None]
+        models = self._list if adds else {}
+        if models is None:
+            models = dict(states[0].models or {}) if states else {}
+        for name in gone:
+            models.pop(name, None)
+        models.update((card.id, card) for card in cards or ())
+        self._list = models if more else None
+        if not more:
+            for state in states:
+                state.models = None if cards is None else models
+                self._serving.changed(state)
 
     # Reading
 

@@ -238,6 +238,10 @@ class Adopted(Message, tag=15):
     """The reply to `Settle`: its settings are in force in this worker, or it keeps its old ones and has logged why."""
 
 
+class Told(Message, tag=17):
+    """All requests that run were said."""
+
+
 class Served(Message, tag=16):
     """A request is over that its first attempt served. It stands for `Ended`, and has only what the balancer process
     does not know from `Submit` and its own placement. Nearly all requests end so.
@@ -309,9 +313,14 @@ class Member(Message):
 
 
 class Members(Message, tag=36):
-    """The complete set, in the order of the settings."""
+    """What is new of members."""
 
     members: list[Member]
+    """Those that changed, or are new."""
+    order: list[int] | None = None
+    """The uids of the complete set, in the order of the settings; None = the same as before."""
+    more: bool = False
+    """It is to be taken together with the next one: there are too many for one message."""
 
 
 class Card(Message):
@@ -323,10 +332,17 @@ class Card(Message):
 
 
 class Models(Message, tag=37):
-    """What an endpoint lists; None = it has no such list."""
+    """What endpoints list, all of them the same: ranks of one server."""
 
-    uid: int
+    uids: list[int]
     cards: list[Card] | None
+    """None = they have no such list."""
+    gone: list[str] = []
+    """By their ids: models that are not in the list any more."""
+    adds: bool = False
+    """The cards are added to those that were told before; False = they begin a list."""
+    more: bool = False
+    """The list goes on in the next message."""
 
 
 class Remember(Message, tag=38):
@@ -379,6 +395,7 @@ FromWorker: TypeAlias = (
     | Beat
     | Adopted
     | Served
+    | Told
 )
 ToWorker: TypeAlias = (
     Welcome | Placed | Refused | Stranded | Members | Models | Remember | Refreshed | Settle | LogLevel | Pong

@@ -19,7 +19,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf
 from typing import Any, Final, Protocol
 
@@ -42,7 +42,7 @@ from lbproxy.request_runtime import RequestRuntime
 from lbproxy.workers import messages as m
 from lbproxy.workers.contents import read_endpoint, read_handover, submit_of
 from lbproxy.workers.known import Known
-from lbproxy.workers.link import Link
+from lbproxy.workers.link import Link, Sent
 from lbproxy.workers.origins import Sending
 from lbproxy.workers.reports import Reports
 
@@ -155,6 +155,8 @@ class RemoteRuntime(RequestRuntime):
     def attach(self, link: Link[m.ToWorker]) -> None:
         """There is a link to a balancer process, which has not said yet that it is ready."""
         self._link, self._reports.origins = link, Sending()
+        self.known.begin()
+        link.dropped = self._dropped
 
     def detach(self) -> None:
         """The link is lost: decide alone, about requests that wait as well."""
@@ -452,15 +454,16 @@ class RemoteRuntime(RequestRuntime):
             other.stranded = False
 
     def _on_members(self, message: m.Members) -> None:
-        self.known.replace(
+        news = (
             (read_endpoint(one), Health(one.health), one.draining, read_handover(one), one.dormant)
             for one in message.members
         )
+        self.known.note_members(news, message.order, more=message.more)
 
     def _on_models(self, message: m.Models) -> None:
         cards = message.cards
         read = None if cards is None else [ModelCard(one.id, one.raw, one.parent) for one in cards]
-        self.known.list_models(EndpointUid(message.uid), read)
+        self.known.list_models(message.uids, read, gone=message.gone, adds=message.adds, more=message.more)
 
     def _on_remember(self, message: m.Remember) -> None:
         stored, uid = self.known.stored_responses, EndpointUid(message.uid)
@@ -483,13 +486,33 @@ class RemoteRuntime(RequestRuntime):
         if self._reports.known_from:  # there was one before
             logger.info("a new balancer process places this worker's requests", extra={"event": "workers"})
         self._reports.known_from = self._last_number + 1
-        for one in self._open.values():
+        self._link.feed(self._what_runs())
+
+    def _what_runs(self) -> Iterator[Sent]:
+        """What a new balancer process has to know. Of a request that ended or began anew meanwhile it was told."""
+        for one in [*self._open.values()]:
             ticket = one.ticket
+            number = ticket.number
+            if self._open.get(number) is not one:
+                continue
             if ticket.placed_on is None:
-                self._link.send(one.submit)
-            else:
-                url = ticket.placed_on.endpoint.key
-                told_tokens = ticket.response_tokens if ticket.counted else None
-                self._link.send(m.Running(one.submit, url, ticket.first_byte_at is not None, told_tokens))
-                ticket.counted = True
-        self._reports.send(self._link)
+                yield one.submit
+                continue
+            told = ticket.response_tokens - self._reports.progress.get(number, 0)  # the rest is sent soon
+            told_tokens = told if ticket.counted else None
+            ticket.counted = True
+            yield m.Running(one.submit, ticket.placed_on.endpoint.key, ticket.first_byte_at is not None, told_tokens)
+        yield from self._reports.take_unsent()
+        yield m.Told()
+
+    def _dropped(self, message: Any) -> None:
+        """A message could not be sent. A request that waits because of it is refused; it may have had an origin."""
+        self._reports.origins = Sending()
+        number = message.number if isinstance(message, m.Submit) else message[1] if isinstance(message, tuple) else 0
+        one = self._open.get(number)
+        if one is not None and one.ticket.state is TicketState.WAITING:
+            self.loop.call_soon(self._refuse, one)
+
+    def _refuse(self, one: _Open) -> None:
+        if self._end(one.ticket, Outcome.INTERNAL_ERROR):
+            one.settled(one.ticket)

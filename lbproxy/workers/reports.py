@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from lbproxy.core.observed.record import RequestRecord
@@ -60,11 +60,10 @@ class Reports:
         link.take_back()
         return last
 
-    def send(self, link: Link[m.ToWorker]) -> None:
-        """Send what waits."""
-        unsent, self._unsent = self._unsent, deque(maxlen=MAX_UNSENT)
-        for record in unsent:
-            link.send(record)
+    def take_unsent(self) -> Iterator[m.Ended]:
+        """What waits, each as it can be sent: what is not taken goes on waiting."""
+        while self._unsent:
+            yield self._unsent.popleft()
 
     def hand_out(self) -> None:
         """Tell this process's own sinks now what ended."""

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, cast
 
 from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.endpoints.health import Transition
+from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.policies.explain import compact
 from lbproxy.core.queue.ticket import Ticket, TicketState
@@ -31,6 +32,7 @@ from lbproxy.workers.contents import fill, fill_plain, member, placed
 from lbproxy.workers.link import Link
 from lbproxy.workers.origins import Receiving
 from lbproxy.workers.succession import Succession
+from lbproxy.workers.telling import Telling
 
 logger = logging.getLogger("lbproxy")
 
@@ -38,6 +40,10 @@ TELL_EVERY_S: Final = 0.05
 """How soon workers learn that an endpoint changed, unless a request is placed there before."""
 SETTLE_S: Final = 5.0
 """How long a reload waits for workers: they read files, and may be busy."""
+UNHEARD_S: Final = 2.0
+"""A worker that has not beaten for so long may decide alone."""
+MEMBERS_AT_ONCE: Final = 500
+"""In one message: about 150 KB."""
 NOBODY: Final[frozenset[EndpointUid]] = frozenset()
 NO_BEAT: Final = m.Beat(0, 0, 0, 0.0, (), None, None, 0, 0, None, {}, 0, {}, 0, 0, 0, 0, (), True, {})
 """Of a worker that has not sent one yet."""
@@ -82,6 +88,10 @@ class Session:
         self._origins = Receiving()
         self.adopted = asyncio.Event()
         """It uses the settings that it was sent last, or it is gone."""
+        self.telling: Telling | None = None
+        """What it is told of endpoints; None = nothing yet, as this process does not decide."""
+        self.has_told = False
+        """It has said all of its requests that run."""
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             m.Hello: self._on_hello,
             m.Submit: self._on_submit,
@@ -99,6 +109,7 @@ class Session:
             m.RefreshModels: self._on_refresh_models,
             m.Beat: self._on_beat,
             m.Adopted: lambda _: self.adopted.set(),
+            m.Told: self._on_told,
         }
 
     # The link
@@ -126,6 +137,13 @@ class Session:
     def _on_hello(self, message: m.Hello) -> None:
         self.index, self.pid = message.index, message.pid
         self._server.joined(self)
+
+    def _on_told(self, _: m.Told) -> None:
+        self.has_told = True
+
+    def is_heard(self, now: float) -> bool:
+        """Whether all of its requests are known: it places none by itself, and has said what ran before."""
+        return self.has_told and now - self._beat_at <= UNHEARD_S
 
     def goes_on(self, before: Session) -> None:
         """It is the process whose link `before` is lost."""
@@ -317,7 +335,11 @@ class Session:
     async def _refresh(self, message: m.RefreshModels) -> None:
         await self._runtime.refresh_models(EndpointUid(message.uid))
         self._server.tell()
-        self.link.send(m.Refreshed(message.call))
+        refreshed = m.Refreshed(message.call)
+        if self.telling is not None:
+            self.telling.after(refreshed)
+        else:
+            self.link.send(refreshed)
 
     def _on_beat(self, message: m.Beat) -> None:
         now = self._runtime.now()
@@ -335,12 +357,13 @@ class WorkerServer:
         self.runtime = runtime
         runtime.move_stranded = self._strand
         self.sessions: list[Session] = []
-        self.told: dict[EndpointUid, tuple[object, ...]] = {}
+        self.told: Mapping[EndpointUid, tuple[object, ...]] = {}
         """The endpoints that workers know, each with what they were told of it."""
         self.succession: Succession[Session] = Succession(runtime)
         self.on_beat: Callable[[Session], None] = lambda _: None
         """Called with each worker whose figures arrived."""
-        self._models: dict[EndpointUid, object] = {}
+        self._lists: Mapping[EndpointUid, object] = {}
+        """Their model lists."""
         self._version = -1
         self._text: str | None = None
         """Of the settings that workers were told to use last."""
@@ -421,6 +444,11 @@ class WorkerServer:
         for session in self.sessions:
             session.link.send(m.LogLevel(level))
 
+    def heard(self) -> int:
+        """How many workers have said all of their requests, and place none alone."""
+        now = self.runtime.now()
+        return sum(one.is_heard(now) for one in self.sessions)
+
     def running_records(self) -> Iterable[RequestRecord]:
         """The records of requests that run."""
         return [job.record for session in self.sessions for job in session.jobs.values()]
@@ -433,14 +461,15 @@ class WorkerServer:
 
     def _welcome(self, session: Session) -> None:
         self.tell()
-        snapshots = self.runtime.snapshot().endpoints
-        for message in (self._members(snapshots), *(self._models_of(one) for one in self.told)):
+        for message in _members([*self.runtime.members()], [*self.told]):
             session.link.send(message)
         if self._text is not None:  # it may have been started with the settings of before
             self._settle(session, self._text)
         if self._log_level is not None:
             session.link.send(m.LogLevel(self._log_level))
-        session.link.send(m.Welcome(self.runtime.block_bytes))
+        session.telling = telling = Telling(self.runtime, session.link)
+        telling.tell(self.told)
+        telling.after(m.Welcome(self.runtime.block_bytes))
 
     # What workers know of endpoints
 
@@ -458,36 +487,27 @@ class WorkerServer:
         if version == self._version:
             return
         self._version = version
-        snapshots = [one for one in self.runtime.snapshot().endpoints if not one.removed]
-        told: dict[EndpointUid, tuple[object, ...]] = {
-            one.endpoint.uid: (one.endpoint, one.health, one.draining, one.dormant) for one in snapshots
+        before, listed_before = self.told, self._lists
+        members = [*self.runtime.members()]
+        told = {
+            one.endpoint.uid: (one.endpoint, one.health, one.draining, one.dormant, one.handover) for one in members
         }
-        messages: list[m.ToWorker] = []
-        if list(told.items()) != list(self.told.items()):
-            messages.append(self._members(snapshots))
-        self.told = told
-        before, self._models = self._models, {uid: self.runtime.models_of(uid) for uid in told}
-        for uid, models in self._models.items():
-            if uid not in before or before[uid] is not models:
-                messages.append(self._models_of(uid))
+        lists = {one.endpoint.uid: one.models for one in members}
+        self.told, self._lists = told, lists
+        changed, moves = [], len(told) != len(before) or [*told] != [*before]
+        for one in members:
+            uid = one.endpoint.uid
+            known = before.get(uid)
+            if known != told[uid]:
+                changed.append(one)
+                moves = moves or known is None or known[0] != one.endpoint
+        listed = [uid for uid, models in lists.items() if uid not in before or listed_before[uid] is not models]
+        messages = _members(changed, [*told] if moves else None) if changed or moves else []
         for session in self.sessions:
-            for message in messages:
-                session.link.send(message)
-
-    @staticmethod
-    def _members(snapshots: Iterable[Any]) -> m.Members:
-        return m.Members(
-            [
-                member(one.endpoint, one.health.value, one.handover, draining=one.draining, dormant=one.dormant)
-                for one in snapshots
-                if not one.removed
-            ]
-        )
-
-    def _models_of(self, uid: EndpointUid) -> m.Models:
-        models = self.runtime.models_of(uid)
-        cards = None if models is None else [m.Card(one.id, one.raw, one.parent) for one in models.values()]
-        return m.Models(uid, cards)
+            if session.telling is not None:
+                for message in messages:
+                    session.link.send(message)
+                session.telling.tell(listed)
 
     def _tick(self) -> None:
         self.tell()
@@ -496,3 +516,14 @@ class WorkerServer:
     def _strand(self) -> None:
         for session in self.sessions:
             session.strand()
+
+
+def _members(states: list[EndpointState], order: list[EndpointUid] | None) -> list[m.Members]:
+    """What is new of members, in messages of a bounded size."""
+    pieces = [states[start : start + MEMBERS_AT_ONCE] for start in range(0, len(states), MEMBERS_AT_ONCE)] or [[]]
+    said = [m.Members([_member(one) for one in piece], None, True) for piece in pieces[:-1]]
+    return [*said, m.Members([_member(one) for one in pieces[-1]], None if order is None else [*order])]
+
+
+def _member(one: EndpointState) -> m.Member:
+    return member(one.endpoint, one.health.value, one.handover, draining=one.draining, dormant=one.dormant)

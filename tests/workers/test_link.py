@@ -7,7 +7,7 @@ import asyncio
 import logging
 import socket
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -169,7 +169,7 @@ def test_garbage_ends_the_link(data: bytes, caplog: pytest.LogCaptureFixture) ->
 @interpreted
 def test_a_peer_that_does_not_read_loses_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else what is unsent would take all memory."""
-    monkeypatch.setattr(links, "MAX_FRAME_BYTES", 1 << 20)
+    monkeypatch.setattr(links, "MAX_UNSENT_BYTES", 1 << 20)
 
     async def body() -> None:
         async with raw() as (end, _):
@@ -262,13 +262,82 @@ def test_what_msgpack_cannot_encode_costs_nothing_else() -> None:
     run(body())
 
 
-def test_a_message_that_cannot_be_encoded_ends_the_link() -> None:
-    """What follows may refer to what was lost with it."""
+def test_a_message_that_cannot_be_sent_is_lost_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """Too large, or a defect of ours: the next link would have to carry it again, and end, too."""
 
     async def body() -> None:
         async with pair() as (worker, balancer):
-            worker.link.send((3, object()))
+            dropped: list[object] = []
+            worker.link.dropped = dropped.append
+            large = m.Stores(2, "x" * links.MAX_FRAME_BYTES)
+            odd = (3, object())
+            for message in (m.FirstByte(1), large, odd, m.FirstByte(4)):
+                worker.link.send(message)
+            worker.link.feed(iter((m.FirstByte(5), large, m.FirstByte(6))))
+            await until(lambda: len(balancer.arrived) == 4)
+            assert balancer.arrived == [m.FirstByte(number) for number in (1, 4, 5, 6)]
+            assert dropped == [large, odd, large]
+            assert worker.link.sent == balancer.link.arrived == 4
+            assert not worker.lost
+
+    with caplog.at_level(logging.ERROR, "lbproxy"):
+        run(body())
+    assert caplog.text.count("is lost: Stores: it has") == 2
+
+
+def test_many_messages_are_frames_that_hold_nobody_up() -> None:
+    """One of 64 MiB stopped the balancer process for half a second, and its link for good."""
+
+    async def body() -> None:
+        async with pair() as (worker, balancer):
+            sent = [m.Stores(n, "x" * 10_000) for n in range(100)]
+            for message in sent:
+                worker.link.send(message)
+            await until(lambda: len(balancer.arrived) == 100)
+            assert balancer.arrived == sent
+            assert all(len(batch) <= 27 for batch in balancer.batches)
+
+    run(body())
+
+
+def test_what_is_fed_waits_for_a_peer_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much there is, it takes no memory, and other messages go on."""
+
+    async def body() -> None:
+        made: list[int] = []
+
+        def much() -> Iterator[m.Stores]:
+            for number in range(10_000):
+                made.append(number)
+                yield m.Stores(number, "x" * 10_000)
+
+        async with pair() as (worker, balancer):
+            transport = balancer.link._transport
+            assert transport is not None
+            transport.pause_reading()
+            worker.link.feed(much())
+            await asyncio.sleep(0.05)
+            assert len(made) < 300
+            worker.link.send(m.FirstByte(77))
+            transport.resume_reading()
+            await until(lambda: len(balancer.arrived) == 10_001)
+            assert balancer.arrived.index(m.FirstByte(77)) < 400
+            numbers = [one.number for one in balancer.arrived if isinstance(one, m.Stores)]
+            assert numbers == list(range(10_000))
+            assert all(len(batch) <= 27 for batch in balancer.batches)
+
+    run(body())
+
+
+def test_what_is_fed_ends_with_the_link() -> None:
+    async def body() -> None:
+        async with pair() as (worker, balancer):
+            worker.link.feed(m.Stores(1, "x" * 1000) for _ in iter(int, 1))
+            await until(lambda: balancer.arrived)
+            worker.link.abort()
             await until(lambda: worker.lost and balancer.lost)
-            assert balancer.arrived == []
+            assert not worker.link._fed
+            worker.link.feed(iter((m.FirstByte(1),)))
+            assert not worker.link._fed
 
     run(body())

@@ -40,14 +40,15 @@ def members(*health: str, first_uid: int = 1, draining: tuple[int, ...] = ()) ->
                 draining=n in draining,
             )
             for n, one in enumerate(health)
-        ]
+        ],
+        [first_uid + n for n in range(len(health))],
     )
 
 
 def models(*names: str | None, first_uid: int = 1) -> list[m.Message]:
     """Each endpoint lists one model; None: it has no list."""
     return [
-        m.Models(first_uid + n, None if name is None else [m.Card(name, b"{}", None)]) for n, name in enumerate(names)
+        m.Models([first_uid + n], None if name is None else [m.Card(name, b"{}", None)]) for n, name in enumerate(names)
     ]
 
 
@@ -140,7 +141,7 @@ def test_a_request_waits_for_the_balancer_process_and_is_placed_where_it_says() 
             number = submitted.number
             closed = m.Close(number, m.OUTCOME_NUMBERS[Outcome.COMPLETED], Usage(1, 2, 3), False)
             await worker.heard(m.Close)
-            assert there.arrived[1:] == [m.FirstByte(number), m.Progress({number: 3}), closed]
+            assert there.arrived[2:] == [m.FirstByte(number), m.Progress({number: 3}), closed]
             assert worker.runtime.placed_alone == 0
 
     run(body())
@@ -377,7 +378,7 @@ def test_a_plain_request_ends_with_one_message_if_it_ends_in_one_turn() -> None:
             four.error = "why"
             worker.runtime.emit(four)
             await worker.heard(m.Ended)
-            ends = [one for one in there.arrived if not isinstance(one, m.Submit)]
+            ends = [one for one in there.arrived if not isinstance(one, (m.Submit, m.Told))]
             kinds = [type(one) for one in ends]
             assert kinds == [m.Served, m.Answered, m.Served, m.Answered, m.Served, m.Answered, m.Ended]
             first = ends[0]
@@ -408,7 +409,7 @@ def test_a_balancer_process_that_placed_a_request_not_itself_gets_its_whole_reco
         async with worker.welcomed(first_uid=101) as there:
             worker.runtime.emit(record)
             await worker.heard(m.Ended)
-            assert [type(one) for one in there.arrived if not isinstance(one, m.Running)] == [m.Ended]
+            assert [type(one) for one in there.arrived if not isinstance(one, (m.Running, m.Told))] == [m.Ended]
             again, record = plain_record_of(worker)
             await worker.told(placed(again.number, 101))
             worker.runtime.close(again, Outcome.COMPLETED, record.usage)
@@ -429,7 +430,8 @@ def test_a_request_that_waits_when_another_decides_is_submitted_there() -> None:
             worker.runtime.attach(here.link)
             worker.runtime.received([m.Welcome(None)])
             await until(lambda: there.arrived)
-            (submitted,) = there.arrived
+            submitted, told = there.arrived
+            assert isinstance(told, m.Told)
             assert isinstance(submitted, m.Submit)
             assert submitted.number == ticket.number
             assert ticket.state is TicketState.WAITING

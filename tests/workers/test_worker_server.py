@@ -577,7 +577,7 @@ def test_workers_are_told_what_changed_and_nothing_else() -> None:
             await worker.settled()
             (models,) = worker.end.arrived[before:]
             assert isinstance(models, m.Models)
-            assert (models.uid, [one.id for one in models.cards or ()]) == (it.endpoints[1].uid, [MODEL, "other"])
+            assert (models.uids, [one.id for one in models.cards or ()]) == ([it.endpoints[1].uid], ["other"])
 
     run(body())
 
@@ -698,7 +698,7 @@ def test_the_counts_of_a_worker_that_is_back_count_once_and_never_fall() -> None
 
     async def body() -> None:
         async with balancing(1) as it:
-            totals = Totals(it.server)
+            totals = Totals(it.server, 1)
             beat = m.Beat(5, 1, 2, 0.0, (0.1,), 1, 2, 3, 4, None, {"memory": 2}, 0, {}, 0, 3, 0, 0, (), True, {})
             seen = [(totals.refused.get("memory", 0), totals.internal_errors)]
 

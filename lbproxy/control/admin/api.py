@@ -321,7 +321,7 @@ class Api:
         name, found = request.match_info["name"], self._named(request)
         if found[0].removed:
             if draining:
-                return _json(drain_progress(name, found))
+                return _json(drain_progress(name, found, knows_all=self._state.knows_all))
             running = found[0].in_flight
             raise ApiError(404, "unknown_endpoint", f"{name} was removed; {running} requests still run there.")
         for one in found:
@@ -330,7 +330,7 @@ class Api:
                 text = "endpoint %s is draining" if draining else "endpoint %s takes requests again"
                 _log(text, one.endpoint.name)
                 self._state.recent.note_drain(one.endpoint.name, one.health, draining=draining)
-        return _json(drain_progress(name, self._named(request)))
+        return _json(drain_progress(name, self._named(request), knows_all=self._state.knows_all))
 
     async def _reload(self, _: web.Request) -> web.Response:
         problems = await self._steering.reload()

@@ -100,6 +100,7 @@ _ENDPOINT = record(
     health=_HEALTH,
     draining=FLAG,
     leaving=FLAG,
+    drained=FLAG,
     backing_off=FLAG,
     readmitted=FLAG,
     share=NUMBER,

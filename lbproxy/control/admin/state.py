@@ -109,6 +109,11 @@ class State:
             "transitions": self.recent.transitions()[:RECENT_TRANSITIONS],
         }
 
+    @property
+    def knows_all(self) -> bool:
+        """Whether all requests are counted: a worker process that is not connected may place some by itself."""
+        return self.workers is None or not self.workers.unheard
+
     def endpoints(self) -> list[Fields]:
         """In the order of the settings, then those that are leaving."""
         learned = self._runtime.learned()
@@ -144,6 +149,7 @@ class State:
             "health": one.health.value,
             "draining": one.draining,
             "leaving": one.removed,
+            "drained": one.draining and not one.in_flight and self.knows_all,
             "backing_off": one.backing_off,
             "readmitted": one.readmitted,
             "share": round(one.share, 3),
@@ -163,8 +169,8 @@ class State:
         }
 
 
-def drain_progress(name: str, found: Sequence[EndpointSnapshot]) -> Fields:
-    """How far the draining of an endpoint is, or of all ranks of a server."""
+def drain_progress(name: str, found: Sequence[EndpointSnapshot], *, knows_all: bool) -> Fields:
+    """How far the draining of an endpoint is, or of all ranks of a server. `knows_all`: see State."""
     in_flight = sum(one.in_flight for one in found)
     draining = all(one.draining for one in found)
     return {
@@ -173,7 +179,7 @@ def drain_progress(name: str, found: Sequence[EndpointSnapshot]) -> Fields:
         "leaving": all(one.removed for one in found),
         "in_flight": in_flight,
         "awaiting_first_byte": sum(one.awaiting_first_byte for one in found),
-        "drained": draining and not in_flight,
+        "drained": draining and not in_flight and knows_all,
     }
 
 

@@ -195,6 +195,11 @@ class Workers(Protocol):
         ...
 
     @property
+    def unheard(self) -> int:
+        """Those that are not connected, or have not said yet what they run."""
+        ...
+
+    @property
     def internal_errors(self) -> int:
         """Of all that ever were, like the next two."""
         ...

@@ -50,7 +50,7 @@ from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.engines.orca import LoadReport
 from lbproxy.core.knowledge.pool_model import PoolModel
 from lbproxy.core.knowledge.pools import Pools
-from lbproxy.core.requests.openai import ModelCard
+from lbproxy.core.requests.openai import ModelCard, kept_cards
 from lbproxy.core.saved.pieces import Learned
 from lbproxy.core.saved.reading import Saved
 from lbproxy.core.saved.restoring import Restoring
@@ -371,8 +371,9 @@ class EndpointSet:
 
     def report_models(self, uid: EndpointUid, cards: Iterable[ModelCard] | None) -> None:
         """Note the models that an endpoint lists. None: it has no such list, and an earlier one is forgotten."""
-        models = None if cards is None else {card.id: card for card in cards}
-        for state in self.at_address(uid):
+        ranks = self.at_address(uid)
+        models = None if cards is None or not ranks else kept_cards(ranks[0].models, cards)
+        for state in ranks:
             if state.endpoint.models is not None:
                 return
             before, state.models = state.models, models

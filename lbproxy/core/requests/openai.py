@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -33,6 +34,8 @@ MAX_MODEL_CHARS: Final = 256
 REASON_FIELD: Final = "x-lbproxy-reason"
 """Carries the `code` on every error of lbproxy itself, for clients that do not read the body."""
 MAX_MODEL_CARDS: Final = 10_000
+MAX_CARD_BYTES: Final = 16 << 10
+"""vLLM's have about 700. Of a larger one only the names are kept."""
 MAX_TOKENS: Final = 1 << 31
 
 
@@ -239,11 +242,37 @@ def _model_card(entry: object) -> ModelCard | None:
     except LbError:
         return None
     parent = fields.get("parent")
+    if not isinstance(parent, str) or len(parent) > MAX_MODEL_CHARS:
+        parent = None
     try:
         raw = bytes(memoryview(orjson.dumps(entry)))  # a copy: the result of orjson keeps a buffer of 8 KiB
     except orjson.JSONEncodeError:  # nested deeper than orjson writes
         return None
-    return ModelCard(fields["id"], raw, parent if isinstance(parent, str) else None)
+    if len(raw) > MAX_CARD_BYTES:
+        raw = synthetic_card(fields["id"], **({} if parent is None else {"parent": parent})).raw
+    return ModelCard(fields["id"], raw, parent)
+
+
+def kept_cards(before: dict[str, ModelCard] | None, cards: Iterable[ModelCard]) -> dict[str, ModelCard]:
+    """Cards by their ids. What says the same as before, all cards too, is the same object: engines write the time of a
+    question into a card, and new ids of its permissions, and each process is told of what is new.
+    """
+    known = before or {}
+    found: dict[str, ModelCard] = {}
+    for card in cards:
+        old = known.get(card.id)
+        found[card.id] = card if old is None or not _says_same(old, card) else old
+    is_same = len(found) == len(known) and all(map(is_, found.values(), known.values()))
+    return before if before is not None and is_same else found
+
+
+def _says_same(one: ModelCard, other: ModelCard) -> bool:
+    if one.parent != other.parent or len(one.raw) != len(other.raw):
+        return False
+    return one.raw == other.raw or _ASKED.sub(b"", one.raw) == _ASKED.sub(b"", other.raw)
+
+
+_ASKED: Final = re.compile(rb'"created":[0-9]+|"id":"modelperm-[0-9a-f]+"')
 
 
 def synthetic_card(name: str, **fields: object) -> ModelCard:

@@ -13,7 +13,7 @@ const STATES = {
 };
 /** Why it is not awake; null: it is, or is just down. */
 const sleepOf = (one) => (!one.sleep || ["awake", "unknown"].includes(one.sleep.state) ? null : one.sleep.state);
-const stateOf = (one) => (one.leaving ? "leaving" : one.draining ? (one.in_flight ? "draining" : "drained") : sleepOf(one) ?? one.health);
+const stateOf = (one) => (one.leaving ? "leaving" : one.draining ? (one.drained ? "drained" : "draining") : sleepOf(one) ?? one.health);
 const isServing = (one) => one.health === "up" && !one.draining && !one.leaving && sleepOf(one) === null;
 const isBlind = (one) => one.metrics_age_s !== null && one.waiting === null && one.running === null && one.kv_utilization === null;
 const needsLook = (one) => (!isServing(one) && sleepOf(one) === null) || one.sleep?.failures > 0 || one.backing_off || one.share < 1 || isBlind(one);
