@@ -25,12 +25,14 @@ import signal
 import socket
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from math import ceil
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from lbproxy import app, process
 from lbproxy.config.text import ConfigError
 from lbproxy.config.tree import Settings
+from lbproxy.control.telemetry.memory import Memory
 from lbproxy.control.telemetry.process_log import ProcessLog
 from lbproxy.data_plane import listening_url
 from lbproxy.net.listening.bind import bound_port, open_sockets
@@ -56,7 +58,7 @@ from lbproxy.processes.control import (
     ToSupervisor,
 )
 from lbproxy.processes.standby import Standby
-from lbproxy.workers.shares import Shares
+from lbproxy.workers.shares import MAX_WORKERS, Shares
 
 logger = logging.getLogger("lbproxy")
 
@@ -78,7 +80,19 @@ ENDS_WITHIN_S: Final = 10.0
 
 def worker_count(settings: Settings) -> int:
     """How many worker processes the settings ask for; 1 = a single process does everything."""
-    return settings.workers or max(1, len(os.sched_getaffinity(0)) - 1)
+    cores = min(float(len(os.sched_getaffinity(0))), Memory.cpus())
+    return settings.workers or max(1, min(MAX_WORKERS, ceil(cores) - 1))
+
+
+def make_folder() -> str:
+    """A folder of our own, with mode 0700, for what the processes share: in the first place that can be written, as
+    containers often have a read-only root. Raises OSError.
+    """
+    named = [os.environ.get(name, "").partition(":")[0] for name in ("RUNTIME_DIRECTORY", "XDG_RUNTIME_DIR")]
+    for place in (None, *filter(None, named), "/dev/shm"):  # noqa: S108 - in a folder with a name of its own
+        with contextlib.suppress(OSError):
+            return tempfile.mkdtemp(prefix="lbproxy-", dir=place)
+    raise OSError("several processes need a folder, and none can be written: mount a tmpfs at /tmp, or set TMPDIR")
 
 
 async def supervise(
@@ -142,7 +156,7 @@ class Supervisor:
         self._notifier = notifier
         self._loop = asyncio.get_running_loop()
         self._sockets: dict[str, Sequence[socket.socket]] = {}
-        self._folder = tempfile.mkdtemp(prefix="lbproxy-")  # with mode 0700
+        self._folder = make_folder()
         self._shares = Shares(Path(self._folder) / SHARES)
         self._at = app.Listening("", None)
         self._succeeds = False

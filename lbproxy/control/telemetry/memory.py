@@ -13,6 +13,7 @@ import ctypes
 import os
 import re
 from collections.abc import Iterator
+from math import inf
 from pathlib import Path
 
 MMAP_FROM_BYTES = 256 << 10
@@ -57,6 +58,11 @@ class Memory:
         return min(limits, default=None)
 
     @staticmethod
+    def cpus() -> float:
+        """The CPUs that this process may use at a time; infinite without a quota."""
+        return cpu_quota(_text(Path("/proc/self/cgroup")) or "", CGROUPS)
+
+    @staticmethod
     def tune() -> None:
         """Once, at the start: see `MMAP_FROM_BYTES` and `UNCUT_STRING_BYTES`."""
         with contextlib.suppress(OSError, AttributeError):  # the C library is not glibc
@@ -93,6 +99,26 @@ def cgroup_limits(membership: str, root: Path) -> Iterator[int]:
                 text = _text(mount / folder / name)
                 if text is not None and re.fullmatch(r"[0-9]+", text):  # "max": none
                     yield int(text)
+
+
+def cpu_quota(membership: str, root: Path) -> float:
+    """How many CPUs a process may use at a time: the lowest quota of its cgroup and those above, version 2 or 1;
+    infinite without one. `membership`: see `cgroup_limits`.
+    """
+    quotas = [inf]
+    for line in membership.splitlines():
+        _, controllers, path = line.split(":", 2)
+        is_old = "cpu" in controllers.split(",")
+        if controllers and not is_old:
+            continue
+        parts = Path(path.lstrip("/"))
+        for mount in [root / "cpu", root / "cpu,cpuacct"] if is_old else [root, root / "unified"]:
+            for folder in (parts, *parts.parents):
+                names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_old else ("cpu.max",)
+                said = " ".join(_text(mount / folder / name) or "" for name in names)
+                if found := re.fullmatch(r"([1-9][0-9]*) ([1-9][0-9]*)", said):  # "max" or -1: none
+                    quotas.append(int(found[1]) / int(found[2]))
+    return min(quotas)
 
 
 def _text(file: Path) -> str | None:
