@@ -22,7 +22,7 @@ from lbproxy.core.requests.forms import FormWalk
 from lbproxy.core.requests.large_json import LargeJson
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.proxy.front.arrivals import Holder
-from lbproxy.proxy.front.connection import ClientConnection
+from lbproxy.proxy.front.connection import ClientConnection, fail_body
 from lbproxy.proxy.front.overload import Overload
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.headers import RequestFields
@@ -86,7 +86,8 @@ async def read_body(
 async def _read_up_to(limit: int, content: StreamReader, reader: Reader, overload: Overload, announced: int) -> bytes:
     """Read up to `limit` bytes; `announced` are expected, if that is known. Raises LbError when they are given up."""
     arrivals, settings = overload.arrivals, reader.settings
-    arrivals.begin(reader, settings.limits.body_rate, content.set_exception, within_s=settings.timeouts.client_body)
+    rate, within_s = settings.limits.body_rate, settings.timeouts.client_body
+    arrivals.begin(reader, rate, lambda error: fail_body(content, error), within_s=within_s)
     pieces: list[bytes] = []
     size = 0
     while piece := await content.readany():

@@ -277,7 +277,7 @@ class ClientConnection(web.RequestHandler):
         """
         self.body_reader = body
         if self._messages and not body.is_eof():
-            body.set_exception(web.RequestPayloadError("the body is malformed"))
+            fail_body(body, web.RequestPayloadError("the body is malformed"))
 
     def _feed(self, data: bytes, at: int) -> None:
         """Pass bytes to aiohttp, up to the end of its message; buffer the others. What the walk refuses is replaced by
@@ -552,3 +552,11 @@ class ClientConnection(web.RequestHandler):
         self._front.refuse_unread(self, error)
         self.linger()
         return CLOSE
+
+
+def fail_body(body: StreamReader, error: Exception) -> None:
+    """Fail whoever reads this body. Twice: a reader that was waked in this turn, by the end of a chunk, does not look
+    whether the body has failed before it waits again.
+    """
+    body.set_exception(error)
+    asyncio.get_running_loop().call_soon(body.set_exception, error)

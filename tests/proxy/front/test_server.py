@@ -155,6 +155,22 @@ def test_bad_input_in_pieces_gets_the_same_answer(data: bytes) -> None:
     run(main())
 
 
+@pytest.mark.parametrize("after", [b"\r\nzz\r\n", b"\r\n1\nx", b"zz", b"\r\n;\r\n"])
+def test_bad_chunks_are_refused_at_once_wherever_a_read_ends(after: bytes) -> None:
+    """Behind the end of a chunk they were noticed, but whoever read the body was not told: 408 after 10 s."""
+
+    async def main() -> None:
+        async with ScriptedEndpoint() as endpoint, rig(endpoint.url) as it:
+            client = await it.connect()
+            client.send(CHUNKED + b"1\r\nx")
+            await until(lambda: it.front.overload.arrivals, "the body is read")
+            client.send(after)
+            async with asyncio.timeout(5.0):
+                assert (await client.reply()).status == 400
+
+    run(main())
+
+
 def test_a_body_that_stops_coming_is_given_up() -> None:
     async def main() -> None:
         async with ScriptedEndpoint() as endpoint, rig(endpoint.url, more="timeouts: {client_body: 300ms}") as it:
