@@ -90,15 +90,18 @@ async def _read_up_to(limit: int, content: StreamReader, reader: Reader, overloa
     arrivals.begin(reader, rate, lambda error: fail_body(content, error), within_s=within_s)
     pieces: list[bytes] = []
     size = 0
-    while piece := await content.readany():
-        size += len(piece)
-        if size > limit:
-            raise _too_large(limit)
-        arrivals.moved(reader, len(piece))
-        overload.hold(reader, COPIES * len(piece) + PIECE_OVERHEAD_BYTES, max(announced, size))
-        pieces.append(piece)
-    arrivals.end(reader)
-    return await _joined(pieces)
+    try:
+        while piece := await content.readany():
+            size += len(piece)
+            if size > limit:
+                raise _too_large(limit)
+            arrivals.moved(reader, len(piece))
+            overload.hold(reader, COPIES * len(piece) + PIECE_OVERHEAD_BYTES, max(announced, size))
+            pieces.append(piece)
+        arrivals.end(reader)
+        return await _joined(pieces)
+    finally:
+        pieces.clear()  # an error refers to this frame, and is itself referred to by what it refers to
 
 
 async def read_large(

@@ -72,6 +72,10 @@ class FrameReader:
                 return
             yield frame
 
+    def discard(self) -> None:
+        """Nothing more is fed: free the incomplete frame. What holds this may live on for a while."""
+        self._bytes.discard()
+
     @property
     def held_bytes(self) -> int:
         """Bytes of the incomplete frame."""

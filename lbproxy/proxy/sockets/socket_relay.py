@@ -330,6 +330,8 @@ class SocketRelay:
     def _close(self) -> None:
         self.stage = Stage.FINISHED
         self._timer.cancel()
+        self.client.reader.discard()
+        self.server.reader.discard()
         self._report_progress()
         self._owner.end_server(at_once=self.server.is_full)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import traceback
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import cast
@@ -207,6 +208,9 @@ def test_a_slow_line_may_stand_still_for_a_while() -> None:
 def given_up(*pieces: int, more: str = "") -> Outcome:
     with pytest.raises(LbError) as error:
         virtually(upload(*pieces, body_rate=1000, more=more))
+    frames = [frame for frame, _ in traceback.walk_tb(error.value.__traceback__)]
+    (reading,) = [frame for frame in frames if frame.f_code.co_name == "_read_up_to"]
+    assert reading.f_locals["pieces"] == [], "the error keeps nothing of it"
     return error.value.outcome
 
 

@@ -18,6 +18,7 @@ from lbproxy.core.endpoints.credentials import ApiKey, Proxy, Tls
 from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.proxy.front import arrivals, deadlines
+from lbproxy.proxy.front.socket_turn import SocketTurn
 from lbproxy.proxy.sockets import socket_relay as relay_module
 from tests.support.aio import run, until
 from tests.support.certificates import CA, server_context
@@ -475,9 +476,15 @@ def test_half_a_frame_makes_room_for_others() -> None:
             await read_frame(other.reader)
             client.send(frame(BINARY, bytes(2 << 20), masked=True)[: 900 << 10])
             await until(lambda: it.front.overload.held_bytes > 800 << 10)
+            turns = [one.turn for one in it.front._clients()]
+            relays = [one._socket for one in turns if isinstance(one, SocketTurn) and one._socket is not None]
+            assert len(relays) == 2
             other.send(frame(BINARY, bytes(300 << 10), masked=True))
             assert len((await read_frame(other.reader))[2]) == 300 << 10
             assert close_of((await read_frame(client.reader))[2])[0] == 1013
+            assert sum(one.client.reader.held_bytes for one in relays) == 0, (
+                "freed, though its connection is still there"
+            )
 
     run(main())
 
