@@ -34,6 +34,7 @@ from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.engines.readings import PageReader
 from lbproxy.core.knowledge.load_model import LoadModel
 from lbproxy.core.knowledge.pool_model import PoolModel
+from lbproxy.core.policies.policy import Context
 from lbproxy.core.policies.registry import make_policy
 from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.queue.waiting_queue import WORK_S
@@ -138,7 +139,7 @@ def cell(balancer: Balancer, size: int, rng: random.Random) -> tuple[float, floa
             state.load.end(state.load.place(prompt_of(shared, block_bytes), 1e6), None, 1e6)
     new = [rng.getrandbits(64) for _ in range(size // block_bytes - half)]
     request = prompt_of([*shared, *new], block_bytes)
-    price = partial(balancer._choice.policy.price, request, candidates, now=1e6)
+    price = partial(balancer._choice.policy.price, request, candidates, Context(1e6))
     rounds = 40 if len(candidates) < 1000 else 10
     return micros(price, rounds), micros(partial(decide, balancer, request), rounds)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from benchmarks.decision import fleet, prompt_of
 from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.policies.adaptive import Adaptive
+from lbproxy.core.policies.policy import Context
 from lbproxy.core.requests.request import InferenceRequest
 
 HERE = Path(__file__).parent
@@ -83,8 +84,7 @@ def scene() -> tuple[InferenceRequest, list[EndpointState]]:
 def parts(request: InferenceRequest, states: Sequence[EndpointState]) -> dict[str, list[float]]:
     """Milliseconds of each part on each endpoint. The fixed time is left out: it is the same everywhere."""
     policy = Adaptive()
-    policy.explains = True
-    prices = policy.price(request, states, now=NOW)
+    prices = policy.price(request, states, Context(NOW, explains=True))
     explained = policy.explain(prices.notes, shown=range(len(states)))
     return {name: [sum(one[term] for term in terms) for one in explained] for name, (_, terms) in PARTS.items()}
 

@@ -26,7 +26,7 @@ from lbproxy.core.engines.handover import Handover
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.engines.orca import LoadReport
 from lbproxy.core.engines.server_info import Description
-from lbproxy.core.observed.learned import EndpointLearned, PoolLearned, QueueSnapshot, of_endpoint
+from lbproxy.core.observed.learned import EndpointLearned, PoolLearned, QueueSnapshot
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.observed.sink import Sink
 from lbproxy.core.observed.snapshot import PoolSnapshot
@@ -416,9 +416,8 @@ class Runtime(RequestRuntime):
 
     def learned_of(self, uids: Iterable[EndpointUid]) -> dict[EndpointUid, EndpointLearned]:
         """The same of these members alone, about 10 µs for each; empty under policies that learn nothing."""
-        now, endpoints = self.now(), self._balancer.endpoints
-        states = [state for state in map(endpoints.get, uids) if state is not None] if endpoints.has_loads else []
-        return {state.endpoint.uid: of_endpoint(state.load, now=now) for state in states}
+        states = (state for state in map(self._balancer.endpoints.get, uids) if state is not None)
+        return self._balancer.learned_of(states, now=self.now())
 
     def queue(self) -> QueueSnapshot:
         """The requests that wait."""

@@ -85,7 +85,7 @@ class Balancer:
         self.stored_responses = StoredResponses()
         """The driver notes here which endpoint stores which response."""
         what = policy, settings.admission, settings.overflow, self._endpoints
-        self._choice = TieredChoice(*what, self._backpressure, self.stored_responses, rng)
+        self._choice = TieredChoice(*what, self._backpressure, self.stored_responses, self._queue, rng)
         self._failures = FailedAttempts(self._retries, self._backpressure, self._judge, self._choice)
         self._dispatcher = Dispatcher(self._endpoints, self._choice, self._queue, self._flows)
         self.sleepers = Sleepers(self._endpoints, self._queue, self._choice.response_owner, self._dispatcher.wake_all)
@@ -295,8 +295,9 @@ class Balancer:
         before, stranding = self._endpoints.version, self._endpoints.check(now=now)
         if self._endpoints.version != before:
             self._dispatcher.wake_all()
-        waiting = (ticket.request.model for ticket in self._queue)
-        self._placing.advice.look(self._endpoints.members(), waiting, now, learns=self._pool is not None)
+        waiting, overloaded = (ticket.request.model for ticket in self._queue), self._queue.overload.is_lasting
+        learns = self._pool is not None
+        self._placing.advice.look(self._endpoints.members(), waiting, now, learns=learns, overloaded=overloaded)
         return stranding
 
     def is_stranded(self, ticket: Ticket, *, now: float) -> bool:
@@ -411,7 +412,12 @@ class Balancer:
         """What was learned of speeds and caches; None under policies that learn nothing."""
         if self._pool is None:
             return None
-        return of_pool(self._pool), {s.endpoint.uid: of_endpoint(s.load, now=now) for s in self._endpoints.members()}
+        return of_pool(self._pool), self.learned_of(self._endpoints.members(), now=now)
+
+    def learned_of(self, states: Iterable[EndpointState], *, now: float) -> dict[EndpointUid, EndpointLearned]:
+        """The same of these endpoints alone."""
+        concerns, known = self._queue.overload.concerns, states if self._endpoints.has_loads else ()
+        return {one.endpoint.uid: of_endpoint(one.load, now, concerns(one.endpoint.tier)) for one in known}
 
     def queue(self, *, now: float) -> QueueSnapshot:
         """A summary of the waiting requests. O(n)."""
@@ -421,8 +427,6 @@ class Balancer:
 
     def _consider(self, ticket: Ticket, now: float, in_turn: bool = True) -> None:
         """Place the ticket, close it if waiting cannot help, or leave it waiting."""
-        if self._pool is not None and self._pool.held:
-            self._pool.share_ahead = self._queue.share_before(ticket)
         chosen = self._choice.choose(ticket, now=now, in_turn=in_turn)
         if isinstance(chosen, EndpointState):
             self._place(ticket, chosen, now)
@@ -454,6 +458,8 @@ class Balancer:
     def _wait(self, ticket: Ticket, now: float, *, parked: bool = False) -> None:
         """Put the ticket into the queue, and close the tickets that are shed for it."""
         if not parked:
+            if (best := ticket.best) is not None:
+                ticket.full_by = best.load.full_by(now, self._queue.overload.concerns(best.endpoint.tier))
             self._dispatcher.start_waiting(ticket, now)
         for shed in self._queue.push(ticket, parked=parked):
             shed.retry_after_s = shed.best_wait_s or None
@@ -475,7 +481,6 @@ class Balancer:
             state = self._choice.elsewhere(ticket, outcome, now)
             if state is not None:
                 self._queue.remove(ticket)
-                self._dispatcher.release(ticket)
                 self._place(ticket, state, now)
                 return
         self._end(ticket, outcome)
@@ -483,7 +488,6 @@ class Balancer:
     def _end(self, ticket: Ticket, outcome: Outcome) -> None:
         if ticket.state is TicketState.WAITING:
             self._queue.remove(ticket)
-            self._dispatcher.release(ticket)
         ticket.state, ticket.outcome = TicketState.CLOSED, outcome
         flow = ticket.flow
         if ticket.counts_in_flow and flow is not None:

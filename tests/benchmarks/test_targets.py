@@ -16,6 +16,7 @@ from benchmarks.picture import SCENE, parts, scene
 from benchmarks.targets import BOUND, OURS, PARTS, Found, Kept, Runner
 from benchmarks.verdicts import JUDGES, ladder, never_worse, no_loss, page, ratio, within_3_percent
 from lbproxy.core.policies.adaptive import Adaptive
+from lbproxy.core.policies.policy import Context
 from lbproxy.core.policies.registry import POLICIES
 from lbproxy.sim.figures.report import Summary
 from lbproxy.sim.fleet.oracle import ORACLES
@@ -117,7 +118,7 @@ def test_names_are_those_of_policies_and_cells() -> None:
 def test_the_picture_adds_up() -> None:
     """The parts and the fixed time are the price; each hundred milliseconds in the picture is one that counts."""
     request, states = scene()
-    costs = Adaptive().price(request, states, now=100.0).costs
+    costs = Adaptive().price(request, states, Context(100.0)).costs
     found = parts(request, states)
     assert list(found) == list(PICTURED)
     assert all(min(values) >= 0.0 for values in found.values())
@@ -128,5 +129,5 @@ def test_the_picture_adds_up() -> None:
     # What docs/routing.md says of two prefills more.
     for _ in range(2):
         states[2].load.place(prompt_of([], 1024)._replace(prompt_bytes=16 << 10), 100.0)
-    costs = Adaptive().price(request, states, now=100.0).costs
+    costs = Adaptive().price(request, states, Context(100.0)).costs
     assert costs.index(min(costs)) == 0

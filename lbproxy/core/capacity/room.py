@@ -183,7 +183,8 @@ class Room:
         """What the endpoint lacks for another request, if time alone does not provide it; None: nothing.
 
         `in_flight`: our requests, `context_tokens`: of all of these, `growth_tokens`: what they are expected to add.
-        `cache_tokens`: the size of the KV cache.
+        `cache_tokens`: the size of the KV cache. `overloaded`: requests have been arriving faster than they are served,
+        for a while.
         """
         if in_flight < MIN_OWN_REQUESTS:
             return None

@@ -97,8 +97,10 @@ class LoadModel:
         """How long a request that is placed here now may have to wait for a slot; 0 if there is certainly one."""
         return self.room.longest_wait_s(self.work.in_flight, now)
 
-    def is_full(self, now: float) -> bool:
-        """Whether no request should be placed here now. Overdue first bytes are applied here."""
+    def is_full(self, now: float, overloaded: bool) -> bool:
+        """Whether no request should be placed here now. `overloaded`: see `Room.shortage`. Overdue first bytes are
+        applied here.
+        """
         room, pending, non_streaming = self.room, self.work.pending, False
         if pending:
             head = next(iter(pending))
@@ -108,7 +110,7 @@ class LoadModel:
                 self._learn_space(now)
         if self._competes(now):
             return False
-        shortage = self._shortage(now)
+        shortage = self._shortage(now, overloaded)
         if shortage is not None:
             if shortage == "space":
                 room.slots.space_used_up(self.work.in_flight, now)
@@ -119,19 +121,19 @@ class LoadModel:
         held_ms = self.speed.prefill_ms(room.reservations.tokens)
         return not room.may_start(len(pending), held_ms, now, non_streaming=non_streaming)
 
-    def lacks_room(self, now: float) -> bool:
+    def lacks_room(self, now: float, overloaded: bool) -> bool:
         """Whether it lacks slots or space for another request. Changes nothing."""
-        return self._shortage(now) is not None
+        return self._shortage(now, overloaded) is not None
 
-    def full_by(self, now: float) -> str | None:
+    def full_by(self, now: float, overloaded: bool) -> str | None:
         """Why no request should be placed here now; None: one may be placed. Changes nothing."""
         if self._competes(now):
             return None
-        return self._shortage(now) or ("prefill" if self.prefill_ms(now) > self.room.hold_ms(now) else None)
+        return self._shortage(now, overloaded) or ("prefill" if self.prefill_ms(now) > self.room.hold_ms(now) else None)
 
-    def has_room_in_s(self, now: float) -> float:
+    def has_room_in_s(self, now: float, overloaded: bool) -> float:
         """In how many seconds there is room if no event comes; infinite: never."""
-        if self._shortage(now) is not None:
+        if self._shortage(now, overloaded) is not None:
             return inf
         return max(0.0, self.prefill_ms(now) - self.room.hold_ms(now)) / 1000.0
 
@@ -141,7 +143,7 @@ class LoadModel:
             work.expire(now, self.speed)
         return self.room.competes(work.in_flight, len(work.pending), work.silent(), now)
 
-    def _shortage(self, now: float) -> str | None:
+    def _shortage(self, now: float, overloaded: bool) -> str | None:
         work = self.work
         return self.room.shortage(
             work.in_flight,
@@ -149,7 +151,7 @@ class LoadModel:
             context_tokens=work.context_tokens,
             growth_tokens=self.growth_tokens(),
             cache_tokens=self.kv.capacity_tokens,
-            overloaded=self.pool.overloaded,
+            overloaded=overloaded,
         )
 
     # Bookkeeping

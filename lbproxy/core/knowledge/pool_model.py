@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all endpoints have in common: rates, the prefix index, which models are adapters, how many requests are held.
+"""What all endpoints have in common: rates, the prefix index, which models are adapters.
 
 What differs by endpoint is in `core.knowledge.load_model`, which also updates this. Policies only read.
 """
@@ -56,10 +56,6 @@ class PoolModel:
         self.size = SizeEstimate()
         """The estimated size of KV caches of unknown size, as if all were alike: it prices their space. Space must not
         cost less at an endpoint of which more is known."""
-        self.held = 0
-        """Requests that are held for any endpoint."""
-        self.overloaded = False
-        """The newest held requests are served first (`core.queue.queue_overload`)."""
         self.opaque, self.body_sizes = OpaqueTimes(), BodySizes()
         """How long opaque requests take, and how that depends on their size."""
         self.sessions = Sessions()
@@ -67,9 +63,6 @@ class PoolModel:
         self.media = MediaScale()
         self.reports_cached = False
         """Some response reported how much of its prompt was cached."""
-        self.share_ahead = -1.0
-        """The share of held requests that precedes the request being priced; below 0: those with less work precede
-        it."""
         self.others = MeanOthers()
         """The mean load of other clients, over the endpoints that report it."""
         self.samples = Samples()

@@ -95,8 +95,8 @@ class QueueSnapshot:
     by_reason: dict[str, int] = field(default_factory=dict)
 
 
-def of_endpoint(load: LoadModel, *, now: float) -> EndpointLearned:
-    """What was learned of one endpoint."""
+def of_endpoint(load: LoadModel, now: float, overloaded: bool) -> EndpointLearned:
+    """What was learned of one endpoint. `overloaded`: see `LoadModel.full_by`."""
     pool = load.pool
     own_gap = load.speed.gap_until > now
     gap_ms, slope = (
@@ -112,7 +112,7 @@ def of_endpoint(load: LoadModel, *, now: float) -> EndpointLearned:
         context_tokens=load.work.context_tokens,
         wait_ms=load.wait_ms(now),
         limit=None if load.room.slots.limit == inf else load.room.slots.limit,
-        full_by=load.full_by(now),
+        full_by=load.full_by(now, overloaded),
         held=load.room.reservations.count,
         samples=_counts(load.speed.samples, EndpointLearned),
     )

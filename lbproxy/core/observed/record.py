@@ -137,7 +137,7 @@ class RequestRecord:
         self.wait, self.held_for, self.full_by = ticket.wait, None, None
         _note_wake(self, ticket)
         if best is not None:
-            self.held_for, self.full_by = best.endpoint.name, best.load.full_by(ticket.submitted_at)
+            self.held_for, self.full_by = best.endpoint.name, ticket.full_by
 
     def note_decision(self, decision: Decision) -> None:
         """Note the decision about one more attempt."""

@@ -6,6 +6,11 @@ first token; the stall that its prefill causes for the streams there; its decode
 space that it takes from prefixes that may be needed again; the wait for cache space; and the loading of its adapter.
 There is no threshold or filter: the endpoint with the lowest price is chosen.
 
+Each leg of a split request is priced by the same terms. The first ends with its prompt: it stalls no stream where it
+goes, and its space in the cache is priced only as far as it differs between candidates, as what it displaces is worth
+no more than the prompt itself. The second waits for no prefill and stalls no stream, but what is not cached there is
+transferred, and the prefills that are queued there stall it.
+
 It reads `EndpointState.load` (see `core.knowledge.load_model`) and keeps no state. The constants were found by some
 5,000 runs of a step-level simulation of vLLM: docs/decisions/0031 has the measurements of `STALL`, `STEPS` and
 `DECODE`. docs/routing.md says which function learns each of the other values.
@@ -23,9 +28,11 @@ from lbproxy.core.knowledge.load_model import LoadModel
 from lbproxy.core.knowledge.placement import freed_per_ms
 from lbproxy.core.knowledge.pool_model import PoolModel
 from lbproxy.core.knowledge.prefill_work import PER_CONTEXT, SHORT, work_tokens
-from lbproxy.core.policies.policy import Policy, Prices
+from lbproxy.core.policies.policy import Context, Policy, Prices
 from lbproxy.core.requests.prompt_keys import BLOCK_BYTES
-from lbproxy.core.requests.request import InferenceRequest
+from lbproxy.core.requests.request import DECODE as SECOND_LEG
+from lbproxy.core.requests.request import PREFILL as FIRST_LEG
+from lbproxy.core.requests.request import WHOLE, InferenceRequest
 
 STALL: Final = 0.17
 """The share of a prefill's time by which each stream on the endpoint is delayed (chunked prefill shares the step)."""
@@ -102,22 +109,22 @@ class Adaptive(Policy):
     unit: str | None = "ms"
     first_byte_parts = frozenset({"base", "wait", "prefill", "space_wait", "adapter"})
 
-    def price(  # noqa: PLR0915 - a call costs more than a statement
-        self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float
-    ) -> Prices:
+    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], context: Context) -> Prices:  # noqa: PLR0915 - a call costs more than a statement
         """Milliseconds. The waits are for the prefill work ahead; the work is the request's own there."""
-        loads = [state.load for state in candidates]
-        if not request.prompt_bytes:
-            return self._price_opaque(request, loads, now)
-        pool = loads[0].pool
+        loads, now, leg = [state.load for state in candidates], context.now, request.leg
+        if leg == WHOLE and not request.prompt_bytes:
+            return self._price_opaque(request, loads, context)
+        pool, is_first, is_second = loads[0].pool, leg == FIRST_LEG, leg == SECOND_LEG
         token_ms, output, pool_base, block = pool.token_ms, pool.output_tokens, pool.base_ms, pool.block_tokens(request)
         prompt = pool.prompt_tokens(request)
         blocks, depths = len(request.block_keys) * block, pool.index.match(request.block_keys)
-        home = None if request.session is None else _home(pool, request.session, prompt, block * max(depths, default=0))
+        home = None if request.session is None or is_second else _home(pool, request.session, prompt, block, depths)
         space = SPACE * token_ms * pool.hit_ratio * (1.0 + CROWDED * _mean_load(loads))
-        space_tokens, per_gap, pool_gap = pool.size.space_tokens, DECODE * output, (pool.gap_ms, pool.gap_per_token_ms)
-        costs, waits, works = [0.0] * len(loads), [0.0] * len(loads), [0.0] * len(loads)
-        any_held, reports = pool.held > 0, pool.others.until >= now
+        space_tokens, pool_gap = pool.size.space_tokens, (pool.gap_ms, pool.gap_per_token_ms)
+        answer, stall_share, steps = (0.0, 0.0, 0.0) if is_first else (output, STALL, STEPS)
+        per_gap, fewest = DECODE * answer, 0.0 if is_second else 1.0
+        costs, waits, works, spaces = [[0.0] * len(loads) for _ in range(4)]
+        any_held, reports = context.any_held or is_first, pool.others.until >= now
         least = _least_work(prompt, max([depths[load.kv.member_id] for load in loads]) * block) if any_held else 0.0
         notes: _Parts | None = None
         for n, load in enumerate(loads):
@@ -129,16 +136,13 @@ class Adaptive(Policy):
             cached = depths[kv.member_id] * block
             if home is not None and home.cache is kv.cache:
                 cached += pool.sessions.trust * home.unmatched_tokens(prompt, cached)
-            uncached = prompt - cached
-            if uncached < 1.0:  # noqa: PLR1730 - max() takes four times as long
-                uncached = 1.0
+            uncached = prompt - cached if prompt - cached > fewest else fewest  # max() takes four times as long
             beyond = cached + 0.5 * uncached - SHORT
             own = uncached if beyond <= 0.0 else uncached * (1.0 + PER_CONTEXT * beyond)  # `work_tokens`, inlined
-            prefill = own * rate
-            backlog = 0.0
+            prefill, backlog = own * rate, 0.0
             if there.pending:
                 backlog = there.pending_tokens
-                done = (1000.0 * (now - there.prefill_since) - STEPS * speed.mean_gap_ms) / rate
+                done = (1000.0 * (now - there.prefill_since) - steps * speed.mean_gap_ms) / rate
                 if done > 0.0:
                     backlog -= done if done < there.head_tokens else there.head_tokens
             in_flight, streams, others = there.in_flight, float(there.in_flight), room.others
@@ -146,103 +150,34 @@ class Adaptive(Policy):
                 streams += others.requests(now)
                 backlog += others.queued(now) * pool.work_tokens
             wait = backlog * rate if backlog > 0.0 else 0.0  # may be below 0 by rounding
-            if streams >= room.slots.limit or (any_held and room.reservations.count) or room.lanes.lanes > 1.0:
-                wait = _wait_ms(load, backlog, streams, least, now)
+            base = speed.base_ms if speed.base_until > now else pool_base
+            computed = prefill * (1.0 + stall_share * streams)
+            if is_second:
+                base, own, prefill, computed = pool.transfer.ms(uncached, token_ms), uncached, 0.0, load.prefill_ms(now)
+                wait = room.slots.wait_ms(streams + room.reservations.count, now)
+            elif streams >= room.slots.limit or (any_held and room.reservations.count) or room.lanes.lanes > 1.0:
+                wait = _wait_ms(load, backlog, streams, least, context)
             # Decode: a gap grows with the context that the batch reads in each step.
             own_gap, slope = (speed.gap_ms, speed.gap_per_token_ms) if speed.gap_until > now else pool_gap
             gap = own_gap + slope * (there.context_tokens + prompt)
             # Cache space: more is taken where more is full, and matters more where more is reused. At the pool's speed:
             # any endpoint may compute it again, and at their own, slow ones were avoided (goodput .46 instead of .75).
             cache, live, foreign = kv.cache, there.live_tokens, others.space(now) if others.cache_tokens else 0.0
-            base = speed.base_ms if speed.base_until > now else pool_base
-            used = (cache.size * block + live + foreign) / (kv.known_tokens or space_tokens)
-            cost = base + wait + prefill * (1.0 + STALL * streams) + per_gap * (gap + streams * slope * prompt)
-            cache_space = space * used * uncached
+            cache_space = space * ((cache.size * block + live + foreign) / (kv.known_tokens or space_tokens)) * uncached
             # Space for all prompts and responses: what these have or may add, whichever is more (docs/decisions/0031).
             growth = in_flight * output - live
-            over = blocks - cached + output + foreign - kv.capacity_tokens
+            over = blocks - cached + answer + foreign - kv.capacity_tokens
             over += cache.pinned * block + (growth if growth > live else live)
             space_wait = space_wait_ms(load, over, now) if over > 0.0 else 0.0
-            cost += cache_space + space_wait
-            if self.explains:
-                stall, decode, slow_down = prefill * STALL * streams, per_gap * gap, per_gap * streams * slope * prompt
+            cost = base + wait + computed + per_gap * (gap + streams * slope * prompt) + (cache_space + space_wait)
+            if context.explains:
+                stall = computed if is_second else prefill * stall_share * streams
+                decode, slow_down = per_gap * gap, per_gap * streams * slope * prompt
                 notes = _Parts(notes, cost, base, wait, prefill, stall, decode, slow_down, cache_space, space_wait)
                 notes.cached = prompt - uncached
-            costs[n] = cost
-            waits[n] = wait
-            works[n] = own
-        return Prices(_with_adapters(costs, notes, loads, request.model, now), waits, works, notes)
-
-    def price_prefill(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
-        """Milliseconds to the end of the prompt, which stalls no stream where it goes. Its space in the cache is priced
-        only as far as it differs between candidates: what it displaces is worth no more than the prompt itself.
-        """
-        loads = [state.load for state in candidates]
-        pool, prompt = loads[0].pool, loads[0].pool.prompt_tokens(request)
-        block, depths = pool.block_tokens(request), pool.index.match(request.block_keys)
-        blocks = len(request.block_keys) * block
-        home = None if request.session is None else _home(pool, request.session, prompt, block * max(depths, default=0))
-        space = _space_ms(pool, loads)
-        least = _least_work(prompt, max([depths[load.kv.member_id] for load in loads]) * block)
-        costs, waits, works, spaces, over_ms, known = [], [], [], [], [], []
-        for load in loads:
-            kv = load.kv
-            cached = depths[kv.member_id] * block
-            if home is not None and home.cache is kv.cache:
-                cached += pool.sessions.trust * home.unmatched_tokens(prompt, cached)
-            uncached = max(1.0, prompt - cached)
-            known.append(prompt - uncached)
-            works.append(work_tokens(uncached, cached))
-            streams = load.work.in_flight + load.room.others.requests(now)
-            waits.append(_wait_ms(load, load.backlog_tokens(now), streams, least, now))
-            spaces.append(space * _used(load, block, now) * uncached)
-            over_ms.append(
-                space_wait_ms(load, over, now) if (over := _over(load, blocks - cached, block, now)) > 0 else 0.0
-            )
-        notes: _Parts | None = None
-        for n, load in enumerate(loads):
-            base = load.speed.first_byte_ms(0.0, 0.0, now)
-            prefill, cache_space = load.speed.prefill_ms(works[n]), spaces[n] - min(spaces)
-            costs.append(base + waits[n] + prefill + cache_space + over_ms[n])
-            if self.explains:
-                notes = _Parts(notes, costs[n], base, waits[n], prefill, 0.0, 0.0, 0.0, cache_space, over_ms[n])
-                notes.cached = known[n]
-        return Prices(_with_adapters(costs, notes, loads, request.model, now), waits, works, notes)
-
-    def price_decode(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
-        """Milliseconds, as for a whole request, with the transfer of what is not cached there instead of prefill: that
-        waits for no prefill and stalls no stream, but the prefills that are queued there stall it.
-        """
-        loads = [state.load for state in candidates]
-        pool = loads[0].pool
-        prompt, block, output = pool.prompt_tokens(request), pool.block_tokens(request), pool.output_tokens
-        blocks, depths = len(request.block_keys) * block, pool.index.match(request.block_keys)
-        space = _space_ms(pool, loads)
-        costs, waits, works = [], [], []
-        notes: _Parts | None = None
-        for load in loads:
-            there, speed = load.work, load.speed
-            cached = depths[load.kv.member_id] * block
-            missing = max(0.0, prompt - cached)
-            transfer = pool.transfer.ms(missing, pool.token_ms)
-            streams = there.in_flight + load.room.others.requests(now)
-            wait = load.room.slots.wait_ms(streams + load.room.reservations.count, now)
-            stall = load.prefill_ms(now)
-            gap, slope = speed.gap_ms, speed.gap_per_token_ms
-            if speed.gap_until <= now:
-                gap, slope = pool.gap_ms, pool.gap_per_token_ms
-            decode = DECODE * output * (gap + slope * (there.context_tokens + prompt))
-            slow_down = DECODE * output * streams * slope * prompt
-            cache_space = space * _used(load, block, now) * missing
-            over = _over(load, blocks - cached + output, block, now)
-            space_wait = space_wait_ms(load, over, now) if over > 0.0 else 0.0
-            cost = transfer + wait + stall + decode + slow_down + cache_space + space_wait
-            if self.explains:
-                notes = _Parts(notes, cost, transfer, wait, 0.0, stall, decode, slow_down, cache_space, space_wait)
-                notes.cached = prompt - missing
-            costs.append(cost)
-            waits.append(wait)
-            works.append(missing)
+            costs[n], waits[n], works[n], spaces[n] = cost, wait, own, cache_space
+        if is_first:
+            _compare_space(costs, notes, spaces)
         return Prices(_with_adapters(costs, notes, loads, request.model, now), waits, works, notes)
 
     def stalls_ms(self, candidates: Sequence[EndpointState], works: Sequence[float], *, now: float) -> list[float]:
@@ -255,9 +190,9 @@ class Adaptive(Policy):
             found.append(max(own / APART_STALL_MS - STALL, 0.0) * streams * own)
         return found
 
-    def _price_opaque(self, request: InferenceRequest, loads: list[LoadModel], now: float) -> Prices:
+    def _price_opaque(self, request: InferenceRequest, loads: list[LoadModel], context: Context) -> Prices:
         """The price of an opaque request: what such requests took there, for each one in flight there now."""
-        pool, model = loads[0].pool, request.model
+        pool, model, now = loads[0].pool, request.model, context.now
         elsewhere = pool.opaque.mean_ms(model)
         size = pool.body_sizes.factor(model, request.body_bytes)
         home = None if request.session is None else pool.sessions.home(request.session)
@@ -272,19 +207,19 @@ class Adaptive(Policy):
                 own *= 1.0 - pool.sessions.trust
             ahead = in_flight + load.room.opaque.extra_weight
             cost = max(ahead * each, wait) + own
-            if self.explains:
+            if context.explains:
                 notes = _Parts(notes, cost, 0.0, cost - own, own, 0.0, 0.0, 0.0, 0.0, 0.0)
             costs.append(cost)
             waits.append(wait)
         return Prices(_with_adapters(costs, notes, loads, model, now), waits, [1.0] * len(loads), notes)
 
-    def is_full(self, state: EndpointState, now: float) -> bool:
+    def is_full(self, state: EndpointState, now: float, overloaded: bool) -> bool:
         """See Policy. Decided by the endpoint's room."""
-        return state.load.is_full(now)
+        return state.load.is_full(now, overloaded)
 
-    def is_full_for_decode(self, state: EndpointState, now: float) -> bool:
+    def is_full_for_decode(self, state: EndpointState, now: float, overloaded: bool) -> bool:
         """See Policy. Prefills that are queued there do not matter: by the time of the second leg they are done."""
-        return state.load.lacks_room(now)
+        return state.load.lacks_room(now, overloaded)
 
     def explain(self, notes: object, *, shown: Sequence[int]) -> list[dict[str, float]]:
         """The terms of the module's docstring, in milliseconds, if `price` was to note them."""
@@ -326,9 +261,9 @@ def _named(parts: _Parts) -> dict[str, float]:
     return named
 
 
-def _home(pool: PoolModel, session: str, prompt: float, matched: float) -> Home | None:
+def _home(pool: PoolModel, session: str, prompt: float, block: float, depths: Sequence[int]) -> Home | None:
     """Where its session was last placed, unless much of the prompt is known to be cached anyway."""
-    return None if matched >= KNOWN_SHARE * prompt else pool.sessions.home(session)
+    return None if block * max(depths, default=0) >= KNOWN_SHARE * prompt else pool.sessions.home(session)
 
 
 def _least_work(prompt: float, cached: float) -> float:
@@ -336,19 +271,19 @@ def _least_work(prompt: float, cached: float) -> float:
     return work_tokens(max(1.0, prompt - cached), cached)
 
 
-def _wait_ms(load: LoadModel, backlog: float, ahead: float, work: float, now: float) -> float:
+def _wait_ms(load: LoadModel, backlog: float, ahead: float, work: float, context: Context) -> float:
     """The wait, in milliseconds, for what precedes a request with `work`: for prefills or, if no more requests run at
     once, for the end of others. `backlog` is in tokens, `ahead` in requests, both without held requests.
     """
     pool, room = load.pool, load.room
     if room.reservations.count:
-        held, tokens = room.reservations.ahead_of(work, pool.share_ahead, newest_first=pool.overloaded)
+        held, tokens = room.reservations.ahead_of(work, context.share_ahead, newest_first=context.newest_first)
         ahead += held
         backlog += tokens
     lanes = room.lanes.lanes
     free = lanes > 1.0 and len(load.work.pending) < lanes
     prefills = 0.0 if free else backlog * pool.token_ms * load.speed.factor / lanes
-    return max(prefills, room.slots.wait_ms(ahead, now))
+    return max(prefills, room.slots.wait_ms(ahead, context.now))
 
 
 def _mean_load(loads: list[LoadModel]) -> float:
@@ -359,22 +294,17 @@ def _mean_load(loads: list[LoadModel]) -> float:
     return total / len(loads)
 
 
-def _space_ms(pool: PoolModel, loads: list[LoadModel]) -> float:
-    """What a token costs that takes space in a full cache, as in `Adaptive.price`."""
-    return SPACE * pool.token_ms * pool.hit_ratio * (1.0 + CROWDED * _mean_load(loads))
-
-
-def _used(load: LoadModel, block: float, now: float) -> float:
-    """How full its cache is, as in `Adaptive.price`."""
-    used = load.kv.cache.size * block + load.work.live_tokens + load.room.others.space(now)
-    return used / (load.kv.known_tokens or load.pool.size.space_tokens)
-
-
-def _over(load: LoadModel, more: float, block: float, now: float) -> float:
-    """The tokens by which its cache is too small for what it has and `more`, as in `Adaptive.price`."""
-    live = load.work.live_tokens
-    growth = max(load.work.in_flight * load.pool.output_tokens - live, live)
-    return more + load.room.others.space(now) - load.kv.capacity_tokens + load.kv.cache.pinned * block + growth
+def _compare_space(costs: list[float], notes: _Parts | None, spaces: list[float]) -> None:
+    """Price the cache space of a first leg only as far as it differs between candidates: what it displaces is worth no
+    more than the prompt itself.
+    """
+    least = min(spaces)
+    for n in range(len(costs)):
+        costs[n] -= least
+    while notes is not None:
+        notes.cost -= least
+        notes.cache_space -= least
+        notes = notes.before
 
 
 def space_wait_ms(load: LoadModel, over_tokens: float, now: float) -> float:

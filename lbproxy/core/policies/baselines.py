@@ -16,7 +16,7 @@ from typing import Final, cast
 import xxhash
 
 from lbproxy.core.endpoints.state import EndpointState
-from lbproxy.core.policies.policy import Policy, Prices
+from lbproxy.core.policies.policy import Context, Policy, Prices
 from lbproxy.core.requests.request import InferenceRequest
 
 BASELINE_BLOCK_BYTES: Final = 256
@@ -33,7 +33,7 @@ class TwoChoices(Policy):
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
-    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
+    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], context: Context) -> Prices:
         """Requests in flight on the two, with this one, by weight; others cannot win."""
         drawn = self._rng.sample(range(len(candidates)), min(2, len(candidates)))
         costs = [float("inf")] * len(candidates)
@@ -57,9 +57,9 @@ class GieTree(Policy):
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
-    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
+    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], context: Context) -> Prices:
         """0 for those that pass every filter, 1 for the rest; infinite if a sheddable request must be refused."""
-        left = list(candidates)
+        left, now = list(candidates), context.now
         if request.priority < 0:
             left = [s for s in left if _queue(s, now) <= 5.0 and _utilization(s, now) <= 0.8]
             if not left:
@@ -104,7 +104,7 @@ class LlmD(Policy):
 
     block_bytes: int | None = BASELINE_BLOCK_BYTES
 
-    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
+    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], context: Context) -> Prices:
         """Uncached tokens, in flight and own; cold endpoints cannot win unless a warm one is 18 s behind."""
         uncached = _uncached(request, candidates)
         blocks = len(request.block_keys)
@@ -128,7 +128,7 @@ class CacheAware(Policy):
 
     block_bytes: int | None = BASELINE_BLOCK_BYTES
 
-    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
+    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], context: Context) -> Prices:
         """Requests in flight, minus matched blocks, or blocks in the cache."""
         loads = [state.requests for state in candidates]
         if max(loads) - min(loads) > 64 and max(loads) > 1.5 * min(loads):
@@ -150,7 +150,7 @@ class PrefixHash(Policy):
 
     block_bytes: int | None = BASELINE_BLOCK_BYTES
 
-    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
+    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], context: Context) -> Prices:
         """The hash, 0 to 1, and 1 more for full endpoints."""
         keys = request.block_keys[:4]
         seed = cast(int, keys[-1]) if keys else _hash(request.session or request.id, 0)
@@ -170,12 +170,12 @@ class Preble(Policy):
     MAX_RATIO = 15.0
     """HIGH_LOAD_THRESHOLD there."""
 
-    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
+    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], context: Context) -> Prices:
         """Tokens: of the last three minutes, to be recomputed because of evictions, and its own."""
         pool = candidates[0].load.pool
         uncached = _uncached(request, candidates)
         block = pool.index.block_bytes / pool.bytes_per_token
-        work = [state.load.work.recent_tokens(now) for state in candidates]
+        work = [state.load.work.recent_tokens(context.now) for state in candidates]
         fewest = min(uncached)
         if request.prompt_bytes / pool.bytes_per_token - fewest > fewest:
             holders = [load if own == fewest else inf for load, own in zip(work, uncached, strict=True)]
@@ -196,7 +196,7 @@ class Dynamo(Policy):
 
     block_bytes: int | None = BASELINE_BLOCK_BYTES
 
-    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
+    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], context: Context) -> Prices:
         """Blocks of 16 tokens."""
         pool = candidates[0].load.pool
         block = pool.index.block_bytes / pool.bytes_per_token
@@ -216,7 +216,7 @@ class LMetric(Policy):
 
     block_bytes: int | None = BASELINE_BLOCK_BYTES
 
-    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
+    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], context: Context) -> Prices:
         """Tokens times requests."""
         uncached = _uncached(request, candidates)
         return Prices(
@@ -234,9 +234,9 @@ class MinTtft(Policy):
     block_bytes: int | None = BASELINE_BLOCK_BYTES
     unit: str | None = "ms"
 
-    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
+    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], context: Context) -> Prices:
         """Milliseconds to the first token."""
-        token_ms = candidates[0].load.pool.token_ms
+        token_ms, now = candidates[0].load.pool.token_ms, context.now
         return Prices(
             [
                 state.load.speed.base_ms + (state.load.backlog_tokens(now) + own) * token_ms * state.load.speed.factor

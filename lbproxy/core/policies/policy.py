@@ -24,6 +24,30 @@ PRICED: Final = -1.0
 NEVER_SPLIT: Final = float("inf")
 
 
+class Context:
+    """What a price depends on beside the request and the states of the candidates. A value, made for each price."""
+
+    __slots__ = ("any_held", "explains", "newest_first", "now", "share_ahead")
+
+    def __init__(
+        self,
+        now: float,
+        explains: bool = False,
+        any_held: bool = False,
+        share_ahead: float = -1.0,
+        newest_first: bool = False,
+    ) -> None:
+        self.now = now
+        self.explains = explains
+        """The parts of a price are to be noted in it."""
+        self.any_held = any_held
+        """Some requests are held for an endpoint."""
+        self.share_ahead = share_ahead
+        """The share of held requests that precedes this one; below 0: those with less work precede it."""
+        self.newest_first = newest_first
+        """The newest held requests are served first (`core.queue.queue_overload`)."""
+
+
 class Prices:
     """A policy's result for one request, in lists in the order of the candidates."""
 
@@ -66,8 +90,6 @@ class Policy(ABC):
     not be left out for chance. Of equal candidates the one chosen longest ago is taken."""
     may_refuse: bool = False
     """Its costs may be infinite, so that it must be asked even about a single candidate."""
-    explains: bool = False
-    """Note the parts of a price in it. Set before each price."""
     notes_costs: bool = False
     """The notes contain the costs, for `noted_costs`, so that these need not be kept as well."""
     name: str = ""
@@ -81,17 +103,9 @@ class Policy(ABC):
     """The parts of its costs whose sum is the predicted time to the first byte, in milliseconds."""
 
     @abstractmethod
-    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
-        """The cost of placing `request` on each candidate (at least one)."""
+    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], context: Context) -> Prices:
+        """The cost of placing `request`, whole or one leg of it, on each candidate (at least one)."""
         ...
-
-    def price_prefill(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
-        """The cost of the first leg of a split request on each candidate (at least one). `request` is the leg."""
-        return self.price(request, candidates, now=now)
-
-    def price_decode(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
-        """The cost of the second leg of a split request on each candidate (at least one)."""
-        return self.price(request, candidates, now=now)
 
     def stalls_ms(self, candidates: Sequence[EndpointState], works: Sequence[float], *, now: float) -> list[float]:
         """What whole requests with so much prefill work cost the streams on each candidate in addition to their price,
@@ -99,13 +113,15 @@ class Policy(ABC):
         """
         return [0.0] * len(works)
 
-    def is_full(self, state: EndpointState, now: float) -> bool:
-        """Whether a request whose best endpoint this is is held until there is room, under a policy that `holds`."""
+    def is_full(self, state: EndpointState, now: float, overloaded: bool) -> bool:
+        """Whether a request whose best endpoint this is is held until there is room, under a policy that `holds`.
+        `overloaded`: requests have been arriving faster than they are served, for a while.
+        """
         raise NotImplementedError
 
-    def is_full_for_decode(self, state: EndpointState, now: float) -> bool:
+    def is_full_for_decode(self, state: EndpointState, now: float, overloaded: bool) -> bool:
         """Whether a split request whose second leg is best there is held until there is room."""
-        return self.is_full(state, now)
+        return self.is_full(state, now, overloaded)
 
     def explain(self, notes: object, *, shown: Sequence[int]) -> list[dict[str, float]]:
         """The parts of costs, from the notes of their price, at any later time.

@@ -27,7 +27,7 @@ from lbproxy.core.policies.baselines import (
     PrefixHash,
     TwoChoices,
 )
-from lbproxy.core.policies.policy import Policy, Prices
+from lbproxy.core.policies.policy import Context, Policy, Prices
 from lbproxy.core.policies.scorers import READ_LOADS, SCORERS, Scorer
 from lbproxy.core.requests.request import InferenceRequest
 
@@ -42,9 +42,10 @@ class LeastRequest(Policy):
 
     reads_weights = True
 
-    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
+    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], context: Context) -> Prices:
         """Requests that each endpoint would have, by its weight."""
-        if not self.explains:
+        now = context.now
+        if not context.explains:
             return Prices([(_requests(state, now) + 1.0) / state.endpoint.weight for state in candidates])
         seen = [(state.requests, _requests(state, now), state.endpoint.weight) for state in candidates]
         return Prices([(both + 1.0) / weight for _, both, weight in seen], notes=seen)
@@ -69,7 +70,7 @@ class RoundRobin(Policy):
     outage gets one request at once and then its turn, not all that it missed.
     """
 
-    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
+    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], context: Context) -> Prices:
         """The pool-wide number of each endpoint's last placement."""
         return Prices([state.placed_seq for state in candidates])
 
@@ -82,7 +83,7 @@ class Random(Policy):
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
-    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
+    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], context: Context) -> Prices:
         """An exponentially distributed random number for each, with its weight as the rate: the lowest is chosen."""
         return Prices([self._rng.expovariate(state.endpoint.weight) for state in candidates])
 
@@ -96,12 +97,12 @@ class Weighted(Policy):
         if any(name in READ_LOADS for name, _ in weights):
             self.block_bytes = BASELINE_BLOCK_BYTES
 
-    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
+    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], context: Context) -> Prices:
         """Minus the weighted sum, so that the best score is the lowest cost."""
         costs = [0.0] * len(candidates)
         notes = []
         for _, scorer, weight in self._scorers:
-            scores = scorer(request, candidates, now=now)
+            scores = scorer(request, candidates, now=context.now)
             notes.append(scores)
             costs = [cost - weight * score for cost, score in zip(costs, scores, strict=True)]
         return Prices(costs, notes=notes)

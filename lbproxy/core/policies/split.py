@@ -19,8 +19,8 @@ from typing import Final, cast
 
 from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.engines.handover import Role
-from lbproxy.core.policies.policy import NEVER_SPLIT, PRICED, Policy, Prices, partner_of
-from lbproxy.core.requests.request import PREFILL, InferenceRequest
+from lbproxy.core.policies.policy import NEVER_SPLIT, PRICED, Context, Policy, Prices, partner_of
+from lbproxy.core.requests.request import DECODE, PREFILL, InferenceRequest
 
 BYTES_PER_TOKEN: Final = 4.0
 """Where prompts are not read."""
@@ -98,10 +98,12 @@ class Split(Policy):
 
     # Prices
 
-    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
-        """See Policy. `candidates`: as `usable` returned them, in any order; at least one."""
-        policy = self.policy
-        policy.explains = self.explains
+    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], context: Context) -> Prices:
+        """See Policy. `candidates`: of a second leg those that can continue its first; else as `usable` returned them.
+        In any order; at least one.
+        """
+        if request.leg == DECODE:
+            return self.policy.price(request, candidates, context)
         count = len(candidates)
         first = [n for n, state in enumerate(candidates) if _prefills(state)] if request.splittable else []
         connectors = {candidates[n].handover.connector for n in first}
@@ -113,23 +115,24 @@ class Split(Policy):
         waits, works = [inf] * count, [0.0] * count
         has_waits = True
         if whole:
-            has_waits &= self._fill(request, whole, candidates, costs, waits, works, notes, now)
+            has_waits &= self._fill(request, whole, candidates, costs, waits, works, notes, context)
             if first and has_waits:
-                stalls = policy.stalls_ms([candidates[n] for n in whole], [works[n] for n in whole], now=now)
+                indexed = [candidates[n] for n in whole], [works[n] for n in whole]
+                stalls = self.policy.stalls_ms(*indexed, now=context.now)
                 for n, stall in zip(whole, stalls, strict=True):
                     costs[n] += stall
                     notes.stalls[n] = stall
         decode_on: dict[str, EndpointState] = {}
         if first:
             leg = request.as_leg(PREFILL)
-            has_waits &= self._fill(leg, first, candidates, costs, waits, works, notes, now, is_first=True)
-            self._add_second(request, first, second, candidates, costs, notes, decode_on, now)
+            has_waits &= self._fill(leg, first, candidates, costs, waits, works, notes, context)
+            self._add_second(request, first, second, candidates, costs, notes, decode_on, context)
             self._apply_rule(request, first, whole, candidates, costs)
         return SplitPrices(
             costs,
             waits if has_waits else None,
             works if has_waits else None,
-            notes if self.explains else None,
+            notes if context.explains else None,
             decode_on,
         )
 
@@ -142,13 +145,11 @@ class Split(Policy):
         waits: list[float],
         works: list[float],
         notes: _Notes,
-        now: float,
-        is_first: bool = False,
+        context: Context,
     ) -> bool:
         """Price the candidates with these indices. Returns whether there are waits."""
-        price = self.policy.price_prefill if is_first else self.policy.price
-        prices = price(request, [candidates[n] for n in indices], now=now)
-        if is_first:
+        prices = self.policy.price(request, [candidates[n] for n in indices], context)
+        if request.leg == PREFILL:
             notes.prefill = indices, prices.notes
         else:
             notes.whole = indices, prices.notes
@@ -167,10 +168,10 @@ class Split(Policy):
         costs: list[float],
         notes: _Notes,
         decode_on: dict[str, EndpointState],
-        now: float,
+        context: Context,
     ) -> None:
         """Add the cost of the best second leg to that of each first one."""
-        prices = self.policy.price_decode(request, second, now=now)
+        prices = self.policy.price(request._replace(leg=DECODE), second, context)
         best: dict[str, int] = {}
         for at, state in enumerate(second):
             name = cast(str, state.handover.connector)
@@ -178,7 +179,7 @@ class Split(Policy):
                 best[name] = at
         for name, at in best.items():
             decode_on[name] = second[at]
-        parts = self.policy.explain(prices.notes, shown=range(len(second))) if self.explains else []
+        parts = self.policy.explain(prices.notes, shown=range(len(second))) if context.explains else []
         for n in first:
             at = best[cast(str, candidates[n].handover.connector)]
             costs[n] += prices.costs[at]
@@ -211,14 +212,9 @@ class Split(Policy):
         cached = max([depths[state.load.kv.member_id] for state in whole]) * pool.block_tokens(request)
         return pool.prompt_tokens(request) - cached
 
-    def price_decode(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
+    def is_full(self, state: EndpointState, now: float, overloaded: bool) -> bool:
         """See Policy."""
-        self.policy.explains = self.explains
-        return self.policy.price_decode(request, candidates, now=now)
-
-    def is_full(self, state: EndpointState, now: float) -> bool:
-        """See Policy."""
-        return self.policy.is_full(state, now)
+        return self.policy.is_full(state, now, overloaded)
 
     # Explanations
 

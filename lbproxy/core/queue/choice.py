@@ -26,10 +26,11 @@ from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.knowledge.pool_model import PoolModel
 from lbproxy.core.policies.explain import MAX_SHOWN, Decision, Explainer
-from lbproxy.core.policies.policy import Policy, Prices
+from lbproxy.core.policies.policy import Context, Policy, Prices
 from lbproxy.core.policies.split import Split, SplitPrices
 from lbproxy.core.queue.stored_responses import StoredResponses
 from lbproxy.core.queue.ticket import Ticket, Turn, Wait
+from lbproxy.core.queue.waiting_queue import WaitingQueue
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest
 
@@ -51,16 +52,17 @@ class Choice:
     explains = False
     """Placed tickets get a `Ticket.decision`."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - what a choice needs
         self,
         policy: Policy,
         admission: AdmissionSettings,
         endpoints: EndpointSet,
         backpressure: Backpressure,
         stored_responses: StoredResponses,
+        queue: WaitingQueue,
         rng: random.Random,
     ) -> None:
-        self._endpoints = endpoints
+        self._endpoints, self._queue = endpoints, queue
         self._backpressure = backpressure
         self._stored_responses = stored_responses
         self._slow_start = endpoints.judge.slow_start
@@ -141,8 +143,7 @@ class Choice:
         if not seconds:
             return Outcome.NO_ENDPOINTS
         candidates = self._backpressure.not_backing_off(seconds, now=now)
-        self._split.explains = self.explains
-        prices = self._split.price_decode(request, candidates, now=now)
+        prices = self._split.price(request, candidates, Context(now, self.explains))
         chosen = candidates[self._lowest_cost(prices.costs, candidates)]
         if self.explains:
             ticket.decision = self._decision(self._split, chosen, candidates, prices.costs, prices.notes, now)
@@ -208,7 +209,10 @@ class Choice:
             return False
         if state.allowance is not None and self.opens_in_s(state, now) > 0.0:
             return False
-        return not (self.holds and not state.endpoint.is_elastic and self.policy.is_full(state, now))
+        return not (self.holds and not state.endpoint.is_elastic and self._is_full(state, now))
+
+    def _is_full(self, state: EndpointState, now: float) -> bool:
+        return self.policy.is_full(state, now, self._queue.overload.concerns(state.endpoint.tier))
 
     # Endpoints that may be asked
 
@@ -325,8 +329,7 @@ class Choice:
         small = len(candidates) <= MAX_SHOWN
         special = ticket.wait is not None or bool(ticket.avoid) or ticket.request.explain
         noted = self.explains and (small or special or self._explainer.in_full(now))
-        policy.explains = noted
-        prices = policy.price(ticket.request, candidates, now=now)
+        prices = policy.price(ticket.request, candidates, self._context(ticket, candidates, now, noted))
         index = self._lowest_cost(prices.costs, candidates)
         if prices.costs[index] == inf:
             return Outcome.SATURATED
@@ -351,15 +354,26 @@ class Choice:
                 made.shrink(in_full=noted)
         return candidates[index]
 
+    def _context(self, ticket: Ticket, candidates: Sequence[EndpointState], now: float, noted: bool) -> Context:
+        """What a price depends on. Above tier 1 no request of the queue counts."""
+        queue, tier = self._queue, candidates[0].endpoint.tier
+        if not queue.held or tier != 1:
+            return Context(now, noted)
+        return Context(now, noted, True, queue.share_before(ticket), queue.overload.concerns(tier))
+
     def _hold(
         self, ticket: Ticket, best: EndpointState, index: int, prices: Prices, now: float, in_turn: bool
     ) -> Wait | None:
         """Whether a ticket is held for its best candidate, which is full, or others are held for; and why."""
-        is_full = self.policy.is_full(best, now)
+        is_full = self._is_full(best, now)
         if best.health is Health.DOWN or best.endpoint.is_elastic:  # a trial: what was queued there is lost
             is_full = False
         second = ticket.decode_on
-        if not is_full and second is not None and self.policy.is_full_for_decode(second, now):
+        if (
+            not is_full
+            and second is not None
+            and self.policy.is_full_for_decode(second, now, self._queue.overload.concerns(second.endpoint.tier))
+        ):
             best, is_full = second, True
         if not (is_full or (best.load.room.reservations.count and not in_turn)):
             return None
@@ -380,7 +394,7 @@ class Choice:
         it leaves goes to those others: it takes that if its own first token comes no later.
         """
         best, works, adapter = candidates[index], prices.work_tokens, ticket.request.model or ""
-        waits = not best.endpoint.is_elastic and best.health is not Health.DOWN and self.policy.is_full(best, now)
+        waits = not best.endpoint.is_elastic and best.health is not Health.DOWN and self._is_full(best, now)
         if works is None or not waits or isinstance(prices, SplitPrices) or not ticket.request.prompt_bytes:
             return index
         held, tokens = turn.held.get(best.endpoint.uid, NOTHING_HELD)
@@ -391,7 +405,7 @@ class Choice:
             load = candidates[n].load
             is_as_good = prices.costs[n] < inf and (not has_adapter or load.adapters.is_loaded(adapter, now))
             in_time = load.speed.first_byte_ms(load.wait_ms(now), works[n], now) <= latest_ms
-            if is_as_good and in_time and not self.policy.is_full(candidates[n], now):
+            if is_as_good and in_time and not self._is_full(candidates[n], now):
                 return n
         return index
 

@@ -7,8 +7,7 @@ prefill queue is woken when that is short enough (`_wake_later`); without events
 waiting requests in the order of service, as long as a woken endpoint has room: all that are held for it, and a few
 others that may do better there. The Balancer decides whether a request is placed.
 
-Invariants: a ticket has a reservation only while it is in the queue; `PoolModel.held` is the number of reservations;
-`_wake_times` has at most one valid entry for each endpoint.
+Invariant: `_wake_times` has at most one valid entry for each endpoint.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from lbproxy.core.knowledge.pool_model import PoolModel
 from lbproxy.core.queue.choice import Choice
 from lbproxy.core.queue.flow import Flow
 from lbproxy.core.queue.flows import Flows
-from lbproxy.core.queue.queue_overload import QueueOverload
 from lbproxy.core.queue.ticket import Ticket, TicketState, Turn, Wait
 from lbproxy.core.queue.waiting_queue import WORK_S, WaitingQueue, least_work
 
@@ -40,8 +38,6 @@ MAX_MOVES: Final = 6
 """Of these, and of each priority, requests held for other endpoints that may do better at an endpoint with room."""
 MAX_ALL_MOVES: Final = 2 * MAX_MOVES
 """The same of all priorities: those that are held for an endpoint with room have to get their turn, too."""
-LATE_SHARE: Final = 0.8
-"""Under overload, requests that have waited for this share of what is too long will be late when they are served."""
 PRICE_AGAIN_S: Final = 0.05
 """How long after its last price a request that is held for another endpoint is priced again at the earliest."""
 TIMEOUT_PARTS: Final = 6.0
@@ -134,13 +130,12 @@ class Dispatcher:
         """A heap: when endpoints may have room again without an event."""
         self._next_wake: dict[EndpointUid, float] = {}
         """The valid entries."""
-        self._overload = QueueOverload()
 
     def reconfigure(self, admission: AdmissionSettings, pool: PoolModel | None) -> None:
         """Apply other settings, and perhaps other models of the endpoints: waiting requests are considered again."""
         if pool is not self._pool:
             for ticket in self._queue:
-                self.release(ticket)
+                self._queue.release(ticket)
                 ticket.best = None
         self._pool = pool
         self._by_work = admission.order == "shortest" and pool is not None
@@ -192,20 +187,12 @@ class Dispatcher:
         if ticket.best is not None and self._choice.has_room(ticket.best, now):
             self._woken[ticket.best.endpoint.uid] = ticket.best
 
-    def release(self, ticket: Ticket) -> None:
-        """Release a ticket's reservation, if it has one."""
-        if ticket.reservation is not None and self._pool is not None:
-            reservations, work, tokens = ticket.reservation
-            reservations.remove(work, tokens)
-            ticket.reservation = None
-            self._pool.held -= 1
-
     def predicted_wait_s(self, ticket: Ticket) -> float:
         """How long a new request waits for any endpoint, at the pace of those before it. 0 = unknown."""
         if not self._queue.ready:
             return 0.0
         share = self._queue.share_before(ticket)
-        return self._overload.wait_s(self._queue.ready if share < 0.0 else round(share * self._queue.ready))
+        return self._queue.overload.wait_s(self._queue.ready if share < 0.0 else round(share * self._queue.ready))
 
     def misses_deadline(self, ticket: Ticket, now: float) -> bool:
         """Whether a new request that waits for any endpoint will miss its deadline, at the current pace."""
@@ -240,29 +227,20 @@ class Dispatcher:
         state, pool = ticket.best, self._pool
         if state is None or pool is None:
             return
-        reservations = state.load.room.reservations
         if self._by_work and now - ticket.work_at >= WORK_S:
             ticket.work_tokens, ticket.work_at = pool.least_work(ticket.request), now
-        reservations.add(ticket.work_tokens, ticket.best_tokens)
-        ticket.reservation = reservations, ticket.work_tokens, ticket.best_tokens
-        pool.held += 1
+        self._queue.reserve(ticket, state.load.room.reservations, ticket.best_tokens)
         self._wake_later(state, now)
 
     def _observe(self, waiting: int, now: float) -> None:
         """Update the overload state: while there is overload, the newest requests are served first."""
-        overload = self._overload
-        overload.observe(max(0, waiting - self._queue.waking), self._too_long_s, now)
-        self._queue.late_s = inf
-        if overload.is_lasting:
-            self._queue.late_s, self._queue.in_time = LATE_SHARE * self._too_long_s, overload.in_time(self._too_long_s)
-        if self._pool is not None:
-            self._pool.overloaded = overload.is_lasting
+        self._queue.overload.observe(max(0, waiting - self._queue.waking), self._too_long_s, now)
 
     def _wake_later(self, state: EndpointState, now: float) -> None:
         """Wake an endpoint when it has worked off enough."""
         has_room_in_s = 0.0
         if self._pool is not None and self._choice.holds and not state.endpoint.is_elastic:
-            has_room_in_s = state.load.has_room_in_s(now)
+            has_room_in_s = state.load.has_room_in_s(now, self._queue.overload.concerns(state.endpoint.tier))
         if self._endpoints.has_tiers:
             has_room_in_s = max(has_room_in_s, self._choice.opens_in_s(state, now))
         if 0.0 < has_room_in_s < inf:
@@ -328,7 +306,7 @@ class Dispatcher:
                     self._woken.update(with_room)
                     self._all_woken = self._all_woken or everything
                 return
-            self.release(ticket)
+            self._queue.release(ticket)
             turns.take(ticket, now, consider)
             moved = moved or ticket.best is not best
             if ticket.state is TicketState.WAITING:
@@ -339,7 +317,7 @@ class Dispatcher:
                 continue
             moved = True
             self._queue.remove(ticket)
-            self._overload.request_left()
+            self._queue.overload.request_left()
             changed.append(ticket)
             stuck.discard(key)
             placed_on = ticket.placed_on
@@ -350,13 +328,13 @@ class Dispatcher:
 
     def serve_one(self, ticket: Ticket, now: float, consider: Callable[[Ticket, float], None]) -> bool:
         """Have one waiting request considered. Returns whether it stopped waiting."""
-        self.release(ticket)
+        self._queue.release(ticket)
         consider(ticket, now)
         if ticket.state is TicketState.WAITING:
             self._reserve(ticket, now)
             return False
         self._queue.remove(ticket)
-        self._overload.request_left()
+        self._queue.overload.request_left()
         return True
 
     def _is_unavailable(self, state: EndpointState, model: str | None) -> bool:

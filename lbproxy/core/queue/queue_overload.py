@@ -14,6 +14,8 @@ from typing import Final
 
 LASTING_S: Final = 5.0
 """A queue that is too long for this time shows lasting overload."""
+LATE_SHARE: Final = 0.8
+"""Under overload, requests that have waited for this share of what is too long will be late when they are served."""
 END_SHARE: Final = 0.5
 """Overload lasts until the queue is shorter than this share of what is too long: it contains requests that waited in
 vain, which would be next in order of age."""
@@ -26,11 +28,15 @@ MIN_PACE_SAMPLES: Final = 8
 class QueueOverload:
     """The overload state of one queue."""
 
-    __slots__ = ("_at", "_busy_s", "_left", "_long_since", "_waiting", "is_lasting")
+    __slots__ = ("_at", "_busy_s", "_left", "_long_since", "_waiting", "is_lasting", "late_s", "timely")
 
     def __init__(self) -> None:
         self.is_lasting = False
         """Requests have been arriving faster than they are served, for a while."""
+        self.late_s = inf
+        """While that lasts, a request that has waited so long will be late; else infinite."""
+        self.timely = 0
+        """So many waiting requests would be served in time all the same."""
         self._busy_s = self._at = 0.0
         """For how long there have been requests in the queue, and as of when."""
         self._waiting = 0
@@ -46,6 +52,10 @@ class QueueOverload:
         """Seconds until `before` requests have left. 0: unknown."""
         left = self._left
         return before * (self._busy_s - left[0]) / len(left) if len(left) >= MIN_PACE_SAMPLES else 0.0
+
+    def concerns(self, tier: int) -> bool:
+        """Whether it lasts and is that of an endpoint of this tier: what goes to higher ones does not wait here."""
+        return self.is_lasting and tier == 1
 
     def in_time(self, too_long_s: float) -> int:
         """How many requests may wait without overload that lasts."""
@@ -64,3 +74,6 @@ class QueueOverload:
             self._long_since = now
         elif now - self._long_since >= LASTING_S:
             self.is_lasting = True
+        self.late_s = inf
+        if self.is_lasting:
+            self.late_s, self.timely = LATE_SHARE * too_long_s, self.in_time(too_long_s)

@@ -124,6 +124,8 @@ class Ticket:
     """The endpoint that returned 500 to this request: it is at fault if this attempt succeeds."""
     wait: Wait | None = None
     """Why it began to wait; None = it did not."""
+    full_by: str | None = None
+    """Why the endpoint was full that it was held for then: see `core.observed.learned.FULL_BY`; None = it was not."""
     wakes_in_s: float | None = None
     """If it waits for a wake: how long that was predicted to take when it began to wait; None = not known."""
     overflow: Overflow | None = None

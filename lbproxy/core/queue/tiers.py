@@ -65,9 +65,10 @@ class TieredChoice(Choice):
         endpoints: EndpointSet,
         backpressure: Backpressure,
         stored_responses: StoredResponses,
+        queue: WaitingQueue,
         rng: random.Random,
     ) -> None:
-        super().__init__(policy, admission, endpoints, backpressure, stored_responses, rng)
+        super().__init__(policy, admission, endpoints, backpressure, stored_responses, queue, rng)
         self.after_s = overflow.after
         """How long a request may wait for a lower tier; None = as long as it takes."""
         self.wakes_in_s: Callable[[Ticket, float], float | None] | None = None

@@ -8,7 +8,8 @@ queue sheds the least important request for a more important one, or one of the 
 flow's. It decides nothing about endpoints; `core.queue.flows` decides which flow is next.
 
 Invariants: a ticket is in the queue exactly while its state is WAITING. It is parked while its flow is at its limit of
-requests, and does not delay other flows then.
+requests, and does not delay other flows then. A ticket has a reservation only while it is in the queue; `held` is the
+number of reservations.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from math import inf
 from typing import Final, TypeAlias
 
 from lbproxy.config.sections.routing import AdmissionSettings
+from lbproxy.core.capacity.reservations import Reservations
 from lbproxy.core.queue.flow import Flow
 from lbproxy.core.queue.flows import Flows
+from lbproxy.core.queue.queue_overload import QueueOverload
 from lbproxy.core.queue.ticket import Ticket, Wait
 from lbproxy.core.requests.request import InferenceRequest
 
@@ -68,12 +71,10 @@ class WaitingQueue:
 
     def __init__(self, settings: AdmissionSettings) -> None:
         self._take_limits(settings)
-        self.late_s = inf
-        """Finite: there is lasting overload. The newest requests are served first, and those that have waited this long
-        last. Set by `core.queue.dispatcher`, like the next."""
-        self.in_time = 0
-        """So many are served in time all the same: while no more than these have a priority or a higher one, that
-        priority has no overload."""
+        self.overload = QueueOverload()
+        """While it lasts, the newest requests are served first, and those that will be late last."""
+        self.held = 0
+        """Tickets with a reservation."""
         self._tickets: dict[int, Ticket] = {}
         self._by_priority: dict[int, dict[Flow, _FlowQueue]] = {}
         """By priority and flow; none of them empty."""
@@ -129,11 +130,13 @@ class WaitingQueue:
         return counts
 
     def overloaded(self, priority: int) -> bool:
-        """Whether the newest requests of this priority are served first."""
-        if self.late_s == inf or len(self._by_priority) <= 1:
-            return self.late_s < inf
+        """Whether the newest requests of this priority are served first. Not while with those of higher priorities they
+        are so few that all are served in time.
+        """
+        if not self.overload.is_lasting or len(self._by_priority) <= 1:
+            return self.overload.is_lasting
         before = sum(_ready(queues) for one, queues in self._by_priority.items() if one >= priority)
-        return before - sum(count for one, count in self._waking.items() if one >= priority) > self.in_time
+        return before - sum(count for one, count in self._waking.items() if one >= priority) > self.overload.timely
 
     def push(self, ticket: Ticket, *, parked: bool = False) -> list[Ticket]:
         """Add a ticket. Returns the tickets to be closed: none, itself, or less important ones.
@@ -205,7 +208,8 @@ class WaitingQueue:
                 yield victim
 
     def remove(self, ticket: Ticket) -> None:
-        """Remove a ticket that was placed or closed; no effect if it is not in the queue."""
+        """Remove a ticket that was placed or closed, with its reservation; no effect if it is not in the queue."""
+        self.release(ticket)
         key, request = id(ticket), ticket.request
         if self._tickets.pop(key, None) is None:
             return
@@ -222,6 +226,20 @@ class WaitingQueue:
             del flow_queues[flow]
             if not flow_queues:
                 del self._by_priority[request.priority]
+
+    def reserve(self, ticket: Ticket, at: Reservations, tokens: float) -> None:
+        """Reserve a place for a ticket at an endpoint, where its prefill work is `tokens`."""
+        at.add(ticket.work_tokens, tokens)
+        ticket.reservation = at, ticket.work_tokens, tokens
+        self.held += 1
+
+    def release(self, ticket: Ticket) -> None:
+        """Release a ticket's reservation, if it has one."""
+        if ticket.reservation is not None:
+            reservations, work, tokens = ticket.reservation
+            reservations.remove(work, tokens)
+            ticket.reservation = None
+            self.held -= 1
 
     def unpark(self, flow: Flow) -> Ticket | None:
         """Let the flow's next parked ticket wait for an endpoint. None = none is parked."""
@@ -241,7 +259,7 @@ class WaitingQueue:
         O(n log n). After the first `FAIR_TICKETS` of a priority the rest follows flow by flow. Tickets may be removed
         meanwhile.
         """
-        late_at = now - self.late_s
+        late_at = now - self.overload.late_s
         for priority in sorted(self._by_priority, reverse=True):
             by_flow = self._by_priority.get(priority, {})
             least = self._least_heavy(by_flow) if self.overloaded(priority) else inf
@@ -294,7 +312,7 @@ class WaitingQueue:
             flow_queues = by_priority[priority]
             if flow in flow_queues:
                 is_heavy = len(flow_queues[flow].ready) >= self._least_heavy(flow_queues)
-                if len(flow_queues) == 1 or (self.late_s < inf and is_heavy):
+                if len(flow_queues) == 1 or (self.overload.is_lasting and is_heavy):
                     return -1.0
         before = 0
         for one, flow_queues in by_priority.items():

@@ -98,15 +98,26 @@ class Advice:
         """By model: the models of a group have the same."""
         self._listings: dict[EndpointUid, _Listing] = {}
         self._streamed: dict[EndpointUid, int] = {}
+        self._overloaded = False
+        """See `LoadModel.full_by`, as of the latest look."""
 
     def reconfigure(self, target_s: float, window_s: float) -> None:
         """Apply other settings."""
         self._target_s, self._window_s = target_s, window_s
 
     def look(
-        self, members: Iterable[EndpointState], waiting: Iterable[str | None], now: float, *, learns: bool
+        self,
+        members: Iterable[EndpointState],
+        waiting: Iterable[str | None],
+        now: float,
+        *,
+        learns: bool,
+        overloaded: bool,
     ) -> None:
-        """Look at all endpoints and at the models of the requests that wait. `learns`: the policy does."""
+        """Look at all endpoints and at the models of the requests that wait. `learns`: the policy does. `overloaded`:
+        see `LoadModel.full_by`.
+        """
+        self._overloaded = overloaded
         for_s = 0.0 if self._looked_at is None else now - self._looked_at
         self._looked_at, self._looks = now, self._looks + 1
         queued = Counter(model for model in waiting if model is not None)
@@ -172,7 +183,10 @@ class Advice:
                 recommended, known = self._recommend(group, len(usable), waiting, now)
         wait_s = room = None
         if learns and sample:
-            wait_s, room = _wait_s(sample, waiting * len(sample) / len(usable), now), _room(sample, now)
+            wait_s, room = (
+                _wait_s(sample, waiting * len(sample) / len(usable), now),
+                _room(sample, now, self._overloaded),
+            )
         return [
             ModelScaling(model, len(usable), recommended, known, queued.get(model, 0), wait_s, room)
             for model in group.base
@@ -247,14 +261,14 @@ def _wait_s(usable: Sequence[EndpointState], waiting: float, now: float) -> floa
     return least_ms / 1000.0 + waiting / starts
 
 
-def _room(usable: Sequence[EndpointState], now: float) -> float:
+def _room(usable: Sequence[EndpointState], now: float, overloaded: bool) -> float:
     """The mean share that is left, of the scarcest of what each endpoint has."""
-    return sum(_room_of(state, now) for state in usable) / len(usable)
+    return sum(_room_of(state, now, overloaded) for state in usable) / len(usable)
 
 
-def _room_of(state: EndpointState, now: float) -> float:
+def _room_of(state: EndpointState, now: float, overloaded: bool) -> float:
     load = state.load
-    if load.full_by(now) is not None:
+    if load.full_by(now, overloaded) is not None:
         return 0.0
     requests = state.in_flight + load.room.others.requests(now)
     slots = requests / load.room.slots.limit if load.room.slots.limit < inf else 0.0

@@ -24,7 +24,7 @@ from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.engines.handover import Role
 from lbproxy.core.knowledge.pool_model import PoolModel
-from lbproxy.core.policies.policy import Policy, Prices
+from lbproxy.core.policies.policy import Context, Policy, Prices
 from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.prompt_keys import BLOCK_BYTES
@@ -132,8 +132,9 @@ class Oracle(Policy):
         """It is over."""
         self._works.pop(request_id, None)
 
-    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], *, now: float) -> Prices:
+    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], context: Context) -> Prices:
         """Runs each candidate's engine ahead."""
+        now = context.now
         work = self._works[request.id]
         cached = self._cached(work, now)
         costs, waits, uncached = [], [], []
@@ -148,7 +149,7 @@ class Oracle(Policy):
             uncached.append(float(work.prompt_tokens - cached[name]))
         return Prices(costs, waits, uncached)
 
-    def is_full(self, state: EndpointState, now: float) -> bool:
+    def is_full(self, state: EndpointState, now: float, overloaded: bool) -> bool:
         """Whether even the smallest of requests would wait too long for its prefill to begin."""
         found = self._sights[state.endpoint.name].foresee(SimRequest("", 1, 1), 0, 0.0, now)
         return 1000.0 * (found.begins_at - now) > HOLD_MS

@@ -13,6 +13,7 @@ from lbproxy.core.caches.adapters import DEFAULT_SLOTS, MAX_REMEMBERED, AdapterT
 from lbproxy.core.endpoints.endpoint import Endpoint
 from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.engines.load_metrics import LoadMetrics, LoraMetrics
+from lbproxy.core.policies.policy import Context
 from lbproxy.core.policies.registry import make_policy
 from lbproxy.core.requests.request import InferenceRequest
 from tests.support.pool import MODEL, card, pool_of
@@ -277,7 +278,7 @@ def weighted_pool(count: int) -> tuple[Balancer, list[EndpointState], list[Endpo
 def scores(states: list[EndpointState], model: str) -> list[float]:
     policy = make_policy(RoutingSettings.model_validate({"policy": "weighted", "scorers": {"lora": 1.0}}))
     request = InferenceRequest("r", model)
-    return [-cost for cost in policy.price(request, states, now=0.0).costs]
+    return [-cost for cost in policy.price(request, states, Context(0.0)).costs]
 
 
 def test_the_scorer_prefers_loaded_to_a_free_slot_to_waiting_to_evicting() -> None:

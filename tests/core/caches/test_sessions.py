@@ -11,6 +11,7 @@ from lbproxy.core.caches.sessions import FIRST_TRUST, Sessions
 from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.knowledge.load_model import LoadModel
 from lbproxy.core.policies.adaptive import Adaptive
+from lbproxy.core.policies.policy import Context
 from lbproxy.core.requests.request import InferenceRequest, Usage
 from tests.core.policies.test_adaptive import pool_of
 
@@ -24,7 +25,7 @@ def unreadable(session: str | None = "s") -> InferenceRequest:
 
 
 def costs(request: InferenceRequest, states: list[EndpointState], now: float = 0.0) -> list[float]:
-    return Adaptive().price(request, states, now=now).costs
+    return Adaptive().price(request, states, Context(now)).costs
 
 
 def answered(load: LoadModel, request: InferenceRequest, cached: int | None, now: float = 0.0) -> None:

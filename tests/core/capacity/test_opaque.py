@@ -9,6 +9,7 @@ import pytest
 
 from lbproxy.core.capacity.opaque import MAX_FACTOR, MODELS, BodySizes
 from lbproxy.core.policies.adaptive import Adaptive
+from lbproxy.core.policies.policy import Context
 from lbproxy.core.requests.request import InferenceRequest, Usage
 from tests.core.policies.test_adaptive import pool_of
 
@@ -64,7 +65,7 @@ def test_a_large_one_ahead_counts_for_many_small_ones() -> None:
     large = states[0].load.place(embed(100_000), 100.0)
     for _ in range(3):
         states[1].load.place(embed(500), 100.0)
-    first, second = Adaptive().price(embed(500), states, now=100.0).costs
+    first, second = Adaptive().price(embed(500), states, Context(100.0)).costs
     assert first > second
     states[0].load.end(large, None, 100.2)
     assert states[0].load.room.opaque.extra_weight == pytest.approx(0.0, abs=1e-9)

@@ -342,7 +342,7 @@ def test_what_was_learned_says_from_how_many_samples() -> None:
     load, other = LoadModel(pool), LoadModel(pool)
 
     def counts() -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-        return of_endpoint(load, now=9.0).samples, of_endpoint(other, now=9.0).samples, of_pool(pool).samples
+        return of_endpoint(load, 9.0, False).samples, of_endpoint(other, 9.0, False).samples, of_pool(pool).samples
 
     own, others, all_ = counts()
     assert {*own.values(), *others.values(), *all_.values()} == {0}
@@ -663,10 +663,10 @@ def test_streams_that_stall_while_a_first_byte_is_late_show_what_the_cache_holds
     stall(load, streams, 40.0)
     assert load.work.stalled() == 3
     assert waiting.late_at < 40.0
-    assert load.is_full(40.0)
+    assert load.is_full(40.0, overloaded=False)
     assert load.room.space.limit_tokens == pytest.approx(load.work.context_tokens * 8 / 11)
     assert load.room.slots.limit <= 11.0, "so that waits are predicted from it"
-    assert load.full_by(40.0) == "space", "as the dashboard shows it"
+    assert load.full_by(40.0, overloaded=False) == "space", "as the dashboard shows it"
 
 
 def test_silent_streams_alone_show_nothing() -> None:
@@ -677,7 +677,7 @@ def test_silent_streams_alone_show_nothing() -> None:
     load.first_byte(prompt_answer, 40.05)
     assert load.work.stalled() == 3
     assert load.room.space.limit_tokens == math.inf
-    assert not load.is_full(40.1)
+    assert not load.is_full(40.1, overloaded=False)
 
 
 def test_a_pause_of_all_streams_is_no_stall() -> None:
@@ -752,9 +752,9 @@ def test_reports_of_the_engine_count_more_than_stalls() -> None:
     load, streams = with_streams(10)
     load.place(prompt(1000), 30.0)
     stall(load, streams, 40.0)
-    assert load.is_full(40.0)
+    assert load.is_full(40.0, overloaded=False)
     scrape(load, others=0.0, waiting=0, running=11, kv_utilization=0.2)
-    assert not load.is_full(40.1)
+    assert not load.is_full(40.1, overloaded=False)
 
 
 # --- Beside others ----------------------------------------------------------------------------------------------------
@@ -774,11 +774,13 @@ def test_where_others_wait_in_the_engine_ours_wait_with_them(queued: int, most: 
     load = flooded(queued)
     assert load.prefill_ms(1.0) > 250.0
     for n in range(most):
-        assert not load.is_full(1.0), n
-        assert load.full_by(1.0) is None, n
+        assert not load.is_full(1.0, overloaded=False), n
+        assert load.full_by(1.0, overloaded=False) is None, n
         load.place(prompt(1000), 1.0)
-    assert load.is_full(1.0), "two lbproxies that do not know of each other must not drive each other up"
-    assert load.full_by(1.0) == "requests"
+    assert load.is_full(1.0, overloaded=False), (
+        "two lbproxies that do not know of each other must not drive each other up"
+    )
+    assert load.full_by(1.0, overloaded=False) == "requests"
 
 
 def test_non_streaming_requests_count_as_waiting_there_by_the_share_of_all_that_waits() -> None:
@@ -786,7 +788,7 @@ def test_non_streaming_requests_count_as_waiting_there_by_the_share_of_all_that_
     load = flooded(8)
     for _ in range(16):
         load.place(prompt(10, stream=False), 1.0)
-    assert load.is_full(60.0)
+    assert load.is_full(60.0, overloaded=False)
     assert not load.work.pending, "all are due"
     for one in [load.place(prompt(10), 60.0) for _ in range(2)]:
         load.first_byte(one, 60.1)
@@ -799,7 +801,7 @@ def test_a_queue_of_ours_alone_is_no_queue_of_others() -> None:
     load.place(prompt(4000), 1.0)
     for _ in range(2):
         scrape(load, others=0.0, queued=0.0, waiting=1, running=0)
-    assert load.is_full(1.0)
+    assert load.is_full(1.0, overloaded=False)
 
 
 def test_requests_that_a_full_engine_returned_to_its_queue_are_not_those_of_others() -> None:
@@ -808,11 +810,11 @@ def test_requests_that_a_full_engine_returned_to_its_queue_are_not_those_of_othe
     for at in (29.0, 30.0):
         full = LoadMetrics(scraped_at=at, waiting=20, running=20, kv_utilization=0.99)
         load.scraped(full, others=0.0, queued=0.0, fresh_until=100.0)
-    assert load.full_by(30.0) == "space"
+    assert load.full_by(30.0, overloaded=False) == "space"
     report(load, others=20.0, queued=20.0)
     assert load.room.others.queued(30.0) == 20.0
-    assert load.full_by(30.0) == "space"
+    assert load.full_by(30.0, overloaded=False) == "space"
     for at in (31.0, 32.0):
         full = LoadMetrics(scraped_at=at, waiting=20, running=40, kv_utilization=0.99)
         load.scraped(full, others=20.0, queued=20.0, fresh_until=100.0)
-    assert load.full_by(32.0) is None, "scrapes have shown them"
+    assert load.full_by(32.0, overloaded=False) is None, "scrapes have shown them"

@@ -19,7 +19,7 @@ from lbproxy.core.knowledge.load_model import LoadModel
 from lbproxy.core.knowledge.placement import freed_per_ms
 from lbproxy.core.knowledge.pool_model import PoolModel
 from lbproxy.core.policies.adaptive import CROWDED, DECODE, STALL, STEPS, Adaptive
-from lbproxy.core.policies.policy import Prices
+from lbproxy.core.policies.policy import Context, Prices
 from lbproxy.core.requests.request import InferenceRequest
 
 BASE, DECODES = 40.0, DECODE * 200 * 15.0
@@ -41,8 +41,10 @@ def prompt(tokens: int, keys: list[int] | None = None, model: str = "m") -> Infe
     return InferenceRequest("r", model, True, 4 * tokens, 4 * tokens, tuple(keys or ()))
 
 
-def price(request: InferenceRequest, states: list[EndpointState], *, now: float = 0.0) -> Prices:
-    return Adaptive().price(request, states, now=now)
+def price(
+    request: InferenceRequest, states: list[EndpointState], context: Context | None = None, *, now: float = 0.0
+) -> Prices:
+    return Adaptive().price(request, states, context or Context(now))
 
 
 def decoding(state: EndpointState, streams: int, tokens: int = 1) -> None:
@@ -97,9 +99,9 @@ def test_queued_prefills_are_waited_for() -> None:
     assert price(prompt(10), [busy, idle], now=0.13).waits_ms == pytest.approx([200.0, 0.0])
     busy.load.room.reservations.add(5.0, 50.0)
     idle.load.room.reservations.add(5.0, 7000.0)
-    busy.load.pool.held = 2
-    assert price(prompt(10), [busy, idle]).waits_ms == pytest.approx([305.0, 700.0])
-    assert price(prompt(2), [busy, idle]).waits_ms == [300.0, 0.0], "less work goes before more"
+    held = Context(0.0, any_held=True)
+    assert price(prompt(10), [busy, idle], held).waits_ms == pytest.approx([305.0, 700.0])
+    assert price(prompt(2), [busy, idle], held).waits_ms == [300.0, 0.0], "less work goes before more"
 
 
 def test_a_prefill_holds_up_the_streams_there() -> None:

@@ -57,6 +57,11 @@ def test_a_queue_that_stays_long_is_overload_until_it_is_short() -> None:
     assert not observe(1, 1.0)
 
 
+def overloaded(queue: WaitingQueue, timely: int = 0) -> None:
+    """From now on, with 5 s as what is too late."""
+    queue.overload.is_lasting, queue.overload.late_s, queue.overload.timely = True, 5.0, timely
+
+
 def waiting(queue: WaitingQueue, flow: Flow, name: str, at: float, priority: int = 0) -> Ticket:
     request = InferenceRequest(name, MODEL, True, 100, 400, (), None, priority)
     ticket = Ticket(request, at, at + 30.0, frozenset())
@@ -77,7 +82,7 @@ def test_under_overload_no_flow_has_a_turn_with_what_waited_in_vain_before_what_
         return [ticket.request.id for ticket in queue.in_order(lambda _: 100.0, flows, 10.0)]
 
     assert order()[0] == "old"
-    queue.late_s = 5.0
+    overloaded(queue)
     assert order()[0] in {"new", "b3"}
     assert order()[-1] == "old"
 
@@ -95,13 +100,13 @@ def test_only_what_is_too_much_for_the_endpoints_is_served_newest_first() -> Non
 
     in_age = ["high0", "high1", "high2", "low0", "low1", "low2"]
     assert order() == in_age
-    queue.late_s, queue.in_time = 5.0, 3
+    overloaded(queue, timely=3)
     assert [queue.overloaded(priority) for priority in (1, 0, -1)] == [False, False, True]
     assert order() == [*in_age[:3], "low2", "low1", "low0"]
     new = Ticket(InferenceRequest("new", MODEL, True, 100, 400, (), None, 1), 10.0, 40.0, frozenset())
     new.flow = flow
     assert queue.share_before(new) == pytest.approx(3 / 6), "behind those of its priority, which are not overtaken"
-    queue.in_time = 2
+    overloaded(queue, timely=2)
     assert order()[:3] == ["high2", "high1", "high0"]
     assert queue.share_before(new) == pytest.approx(1 / 6)
 
@@ -119,7 +124,7 @@ def test_a_flow_with_few_requests_keeps_its_turns_for_those_that_waited_long() -
     waiting(queue, light, "new", 9.0)
     for n in range(20):
         waiting(queue, heavy, f"h{n}", 8.0 + n / 100)
-    queue.late_s = 5.0
+    overloaded(queue)
     order = [ticket.request.id for ticket in queue.in_order(lambda _: 100.0, flows, 10.0)]
     assert order.index("old") < order.index("new") < 5
     for n in range(20):  # they wait for their own limits, and take no part in it

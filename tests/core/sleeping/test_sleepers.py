@@ -613,7 +613,7 @@ def test_what_waits_for_a_wake_does_not_look_like_overload_to_other_models() -> 
     queue = fleet.balancer._queue
     assert (queue.ready, queue.waking) == (40, 40)
     assert not queue.overloaded(0)
-    assert fleet.balancer._dispatcher._overload._waiting == 0
+    assert fleet.balancer._queue.overload._waiting == 0
     for ticket in list(queue):
         fleet.balancer.close(ticket, Outcome.CLIENT_CLOSED, now=50.0)
     assert queue.waking == 0
