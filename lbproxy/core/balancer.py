@@ -51,14 +51,15 @@ from lbproxy.core.observed.learned import (
 from lbproxy.core.observed.snapshot import PoolSnapshot
 from lbproxy.core.placing import Placing
 from lbproxy.core.policies.policy import Policy
-from lbproxy.core.queue.choice import model_for
+from lbproxy.core.queue.candidates import Candidates
+from lbproxy.core.queue.choice import Choice, model_for
 from lbproxy.core.queue.dispatcher import Dispatcher
 from lbproxy.core.queue.failed_attempts import FailedAttempts
 from lbproxy.core.queue.flow import Flow
 from lbproxy.core.queue.flows import Flows
+from lbproxy.core.queue.overdue import Overdue
 from lbproxy.core.queue.stored_responses import StoredResponses
-from lbproxy.core.queue.ticket import Ticket, TicketState, Wait
-from lbproxy.core.queue.tiers import Overdue, TieredChoice
+from lbproxy.core.queue.ticket import Answer, Ticket, TicketState, Turn, Wait
 from lbproxy.core.queue.waiting_queue import WaitingQueue
 from lbproxy.core.replicas.journal import Journal
 from lbproxy.core.replicas.peers import Peers
@@ -84,19 +85,21 @@ class Balancer:
         self._flows, self._queue = Flows(settings.flows), WaitingQueue(settings.admission)
         self.stored_responses = StoredResponses()
         """The driver notes here which endpoint stores which response."""
-        what = policy, settings.admission, settings.overflow, self._endpoints
-        self._choice = TieredChoice(*what, self._backpressure, self.stored_responses, self._queue, rng)
-        self._failures = FailedAttempts(self._retries, self._backpressure, self._judge, self._choice)
-        self._dispatcher = Dispatcher(self._endpoints, self._choice, self._queue, self._flows)
-        self.sleepers = Sleepers(self._endpoints, self._queue, self._choice.response_owner, self._dispatcher.wake_all)
+        self._candidates = Candidates(self._endpoints, self.stored_responses)
+        self._choice = Choice(self._candidates, self._endpoints, self._backpressure, self._queue, rng)
+        self._choice.reconfigure(policy, settings.admission, settings.overflow)
+        self._failures = FailedAttempts(self._retries, self._backpressure, self._judge, self._candidates)
+        self._dispatcher = Dispatcher(self._endpoints, self._candidates, self._choice, self._queue, self._flows)
+        owner, wake_all = self._candidates.response_owner, self._dispatcher.wake_all
+        self.sleepers = Sleepers(self._endpoints, self._queue, owner, wake_all)
         """Which endpoints sleep. It has a driver of its own, which carries out its orders."""
         self.sleepers.reconfigure(settings.hosts)
         self._choice.wakes_in_s, self._choice.passed_by = self.sleepers.wakes_in_s, self.sleepers.passed_by
         self.restarts = Restarts(self._endpoints, self._flows, self.sleepers)
         """What survives a restart: exported at any time, restored before the first request."""
-        self._overdue = Overdue(self._choice, self._dispatcher, self._queue)
+        self._overdue = Overdue(self._endpoints, self._choice, self._dispatcher, self._queue)
         self._reconfigure_queue(settings.admission)
-        parts = self._endpoints, self._flows, self._backpressure, self._choice, self._dispatcher
+        parts = self._endpoints, self._flows, self._backpressure, self._dispatcher
         self._placing = Placing(*parts, Advice(settings.autoscaling.ttft, settings.autoscaling.window))
         self._changed: list[Ticket] = []
         """Tickets that were closed because another ticket arrived; `poll` returns them."""
@@ -124,8 +127,7 @@ class Balancer:
         self._placing.advice.reconfigure(settings.autoscaling.ttft, settings.autoscaling.window)
         for flow in self._flows:
             self._unpark(flow)
-        self._choice.reconfigure(policy, settings.admission)
-        self._choice.after_s = settings.overflow.after
+        self._choice.reconfigure(policy, settings.admission, settings.overflow)
         if self._placing.journal is not None:
             self._placing.journal.block_bytes = policy.block_bytes
         self._reconfigure_queue(settings.admission)
@@ -166,7 +168,7 @@ class Balancer:
             self._placing.advice.demand.arrived(request)
         if flow.limited and flow.is_full:
             ticket.wait = Wait.FLOW
-            hopeless = self._choice.outcome_if_hopeless(ticket, now=now)
+            hopeless = self._candidates.outcome_if_hopeless(ticket, now=now)
             if hopeless is None:
                 self._wait(ticket, now, parked=True)
             else:
@@ -178,7 +180,7 @@ class Balancer:
             self._dispatcher.wake_due(now)
             if self._dispatcher.has_work:
                 self._dispatcher.serve(now, self._consider, self._changed)  # waiting requests come first
-        self._consider(ticket, now, in_turn=False)
+        self._consider(ticket, now)
         if ticket.state is TicketState.WAITING and self._dispatcher.misses_deadline(ticket, now):
             self._refuse(ticket, Outcome.TOO_LATE, now)
         if ticket.state is TicketState.WAITING:
@@ -200,7 +202,7 @@ class Balancer:
         ticket.flow = flow = self._flows.of(request.flow, now)
         flow.active, ticket.counts_in_flow = flow.active + 1, True
         ticket.counted, ticket.response_tokens = told_tokens is not None, told_tokens or 0
-        self._place(ticket, state, now)
+        self._place(ticket, Answer(state), state, now)
         if began:
             self.first_byte(ticket, now=now)
         return ticket
@@ -425,14 +427,19 @@ class Balancer:
 
     # Placing
 
-    def _consider(self, ticket: Ticket, now: float, in_turn: bool = True) -> None:
-        """Place the ticket, close it if waiting cannot help, or leave it waiting."""
-        chosen = self._choice.choose(ticket, now=now, in_turn=in_turn)
+    def _consider(self, ticket: Ticket, now: float, turn: Turn | None = None) -> None:
+        """Place the ticket, close it if waiting cannot help, or leave it waiting. `turn`: see `Choice.choose`."""
+        answer = self._choice.choose(ticket, now=now, turn=turn)
+        chosen, ticket.best = answer.chosen, answer.best
         if isinstance(chosen, EndpointState):
-            self._place(ticket, chosen, now)
+            self._place(ticket, answer, chosen, now)
         elif isinstance(chosen, Outcome):
+            if answer.retry_after_s is not None:
+                ticket.retry_after_s = answer.retry_after_s
             self._end(ticket, chosen)
         else:
+            if answer.best is not None:
+                ticket.best_wait_s, ticket.best_tokens = answer.best_wait_s, answer.best_tokens
             if ticket.wait is None:
                 ticket.wait = chosen
                 if chosen is Wait.WAKING and (refusal := self.sleepers.refusal(ticket, now)) is not None:
@@ -442,14 +449,16 @@ class Balancer:
                     self._refuse(ticket, Outcome.SATURATED, now)
             ticket.priced_at = now
 
-    def _place(self, ticket: Ticket, state: EndpointState, now: float) -> None:
-        self._placing.place(ticket, state, now)
+    def _place(self, ticket: Ticket, answer: Answer, state: EndpointState, now: float) -> None:
+        """Place the ticket as the answer says: at `state`."""
+        ticket.decision, ticket.overflow = answer.decision, answer.overflow
+        self._placing.place(ticket, state, answer.decode_on, now)
 
     def _place_second(self, ticket: Ticket, now: float) -> None:
         """Place the second leg of a split request at once, or close it. Its first leg counted for limits."""
-        chosen = self._choice.choose_second(ticket, now=now)
-        if isinstance(chosen, EndpointState):
-            self._place(ticket, chosen, now)
+        answer = self._choice.choose_second(ticket, now=now)
+        if isinstance(answer.chosen, EndpointState):
+            self._place(ticket, answer, answer.chosen, now)
         else:
             self._end(ticket, Outcome.NO_ENDPOINTS)
 
@@ -478,10 +487,10 @@ class Balancer:
     def _refuse(self, ticket: Ticket, outcome: Outcome, now: float) -> None:
         """End a ticket for lack of room; or place it on a higher tier, if one has some."""
         if self._endpoints.has_tiers and ticket.counts_in_flow:
-            state = self._choice.elsewhere(ticket, outcome, now)
-            if state is not None:
+            answer = self._choice.elsewhere(ticket, outcome, now)
+            if answer is not None and isinstance(answer.chosen, EndpointState):
                 self._queue.remove(ticket)
-                self._place(ticket, state, now)
+                self._place(ticket, answer, answer.chosen, now)
                 return
         self._end(ticket, outcome)
 

@@ -18,7 +18,6 @@ from lbproxy.core.endpoints.backpressure import Backpressure
 from lbproxy.core.endpoints.endpoint_set import EndpointSet
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.state import EndpointState
-from lbproxy.core.queue.choice import Choice
 from lbproxy.core.queue.dispatcher import Dispatcher
 from lbproxy.core.queue.flows import Flows
 from lbproxy.core.queue.ticket import Ticket, TicketState
@@ -39,19 +38,17 @@ class Placing:
         endpoints: EndpointSet,
         flows: Flows,
         backpressure: Backpressure,
-        choice: Choice,
         dispatcher: Dispatcher,
         advice: Advice,
     ) -> None:
         self.advice = advice
         self._endpoints, self._flows, self._backpressure = endpoints, flows, backpressure
         self._judge = endpoints.judge
-        self._choice, self._dispatcher = choice, dispatcher
+        self._dispatcher = dispatcher
         self._placements = 0
 
-    def place(self, ticket: Ticket, state: EndpointState, now: float) -> None:
-        """Place a ticket. If it has `decode_on`, `state` is the endpoint of its first leg."""
-        decode_on = ticket.decode_on
+    def place(self, ticket: Ticket, state: EndpointState, decode_on: EndpointState | None, now: float) -> None:
+        """Place a ticket. If it is split, `state` is the endpoint of its first leg, `decode_on` that of its second."""
         if decode_on is not None:
             how = state.handover.how
             if how is not None and how.concurrent:
@@ -64,7 +61,7 @@ class Placing:
             else:
                 ticket.request = ticket.request.as_leg(PREFILL)
         self._count(ticket, state, now)
-        for one in self._choice.starting:  # each placement gives them slow-start credit
+        for one in self._judge.slow_start.starting:  # each placement gives them slow-start credit
             self._dispatcher.wake(one)
 
     def _count(self, ticket: Ticket, state: EndpointState, now: float) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from heapq import heappop, heappush
 from math import inf
-from typing import Final
+from typing import Final, TypeAlias
 
 from lbproxy.config.sections.routing import AdmissionSettings
 from lbproxy.core.endpoints.endpoint import EndpointUid
@@ -23,10 +23,11 @@ from lbproxy.core.endpoints.endpoint_set import EndpointSet
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.knowledge.pool_model import PoolModel
+from lbproxy.core.queue.candidates import Candidates
 from lbproxy.core.queue.choice import Choice
 from lbproxy.core.queue.flow import Flow
 from lbproxy.core.queue.flows import Flows
-from lbproxy.core.queue.ticket import Ticket, TicketState, Turn, Wait
+from lbproxy.core.queue.ticket import ALONE, Ticket, TicketState, Turn, Wait
 from lbproxy.core.queue.waiting_queue import WORK_S, WaitingQueue, least_work
 
 MAX_PRICED: Final = 32
@@ -49,6 +50,9 @@ MAX_DECLINED: Final = 5
 each event, and those after them never."""
 ROUNDING_S: Final = 1e-6
 """So that rounding does not wake an endpoint just before it has room."""
+
+Consider: TypeAlias = Callable[[Ticket, float, Turn], None]
+"""Place a waiting ticket whose turn it is, close it, or leave it waiting."""
 
 
 class _Turns:
@@ -93,32 +97,32 @@ class _Turns:
         self._all_left -= 1
         return True
 
-    def take(self, ticket: Ticket, now: float, consider: Callable[[Ticket, float], None]) -> None:
+    def take(self, ticket: Ticket, now: float, consider: Consider) -> None:
         """Have a ticket considered."""
-        ticket.turn, best = self._of(ticket), ticket.best
-        asked = ticket.turn is not None and best is not None and best.endpoint.uid not in self._turn.with_room
-        try:
-            consider(ticket, now)
-        finally:
-            ticket.turn = None
+        turn, best = self._of(ticket), ticket.best
+        asked = turn is not ALONE and best is not None and best.endpoint.uid not in self._turn.with_room
+        consider(ticket, now, turn)
         ticket.declined = min(MAX_DECLINED, ticket.declined + 1) if asked and ticket.best is best else 0
 
-    def _of(self, ticket: Ticket) -> Turn | None:
-        """See Ticket."""
+    def _of(self, ticket: Ticket) -> Turn:
+        """The turn of a ticket."""
         flows = None if self._classes is None else self._classes.get(ticket.request.model)
         if flows is None:
-            return None
+            return ALONE
         priority = ticket.request.priority
         alike = flows.get(priority, NO_FLOWS)
         others = len(alike) > 1 or (len(alike) == 1 and ticket.flow not in alike)
-        return self._turn if others or min(flows) < priority else None
+        return self._turn if others or min(flows) < priority else ALONE
 
 
 class Dispatcher:
     """Wakes the waiting requests in the Balancer's queue."""
 
-    def __init__(self, endpoints: EndpointSet, choice: Choice, queue: WaitingQueue, flows: Flows) -> None:
-        self._endpoints, self._choice, self._queue, self._flows = endpoints, choice, queue, flows
+    def __init__(
+        self, endpoints: EndpointSet, candidates: Candidates, choice: Choice, queue: WaitingQueue, flows: Flows
+    ) -> None:
+        self._endpoints, self._candidates, self._choice = endpoints, candidates, choice
+        self._queue, self._flows = queue, flows
         self._pool: PoolModel | None = None
         self._by_work = False
         self._too_long_s = 0.0
@@ -242,7 +246,7 @@ class Dispatcher:
         if self._pool is not None and self._choice.holds and not state.endpoint.is_elastic:
             has_room_in_s = state.load.has_room_in_s(now, self._queue.overload.concerns(state.endpoint.tier))
         if self._endpoints.has_tiers:
-            has_room_in_s = max(has_room_in_s, self._choice.opens_in_s(state, now))
+            has_room_in_s = max(has_room_in_s, self._candidates.opens_in_s(state, now))
         if 0.0 < has_room_in_s < inf:
             self.wake_at(state.endpoint.uid, now + has_room_in_s + ROUNDING_S)
 
@@ -256,7 +260,7 @@ class Dispatcher:
                 del self._next_wake[uid]
                 self.wake(self._endpoints.get(uid))
 
-    def serve(self, now: float, consider: Callable[[Ticket, float], None], changed: list[Ticket]) -> None:
+    def serve(self, now: float, consider: Consider, changed: list[Ticket]) -> None:
         """Have waiting requests considered for what was woken, in the order of service. Those that stop waiting are
         appended to `changed`.
         """
@@ -279,7 +283,7 @@ class Dispatcher:
         with_room: dict[EndpointUid, EndpointState],
         everything: bool,
         now: float,
-        consider: Callable[[Ticket, float], None],
+        consider: Consider,
         changed: list[Ticket],
     ) -> None:
         endpoints = max(1, len(self._endpoints.candidates(None, now=now)))
@@ -326,10 +330,10 @@ class Dispatcher:
             if not with_room and not everything:
                 return
 
-    def serve_one(self, ticket: Ticket, now: float, consider: Callable[[Ticket, float], None]) -> bool:
+    def serve_one(self, ticket: Ticket, now: float, consider: Consider) -> bool:
         """Have one waiting request considered. Returns whether it stopped waiting."""
         self._queue.release(ticket)
-        consider(ticket, now)
+        consider(ticket, now, ALONE)
         if ticket.state is TicketState.WAITING:
             self._reserve(ticket, now)
             return False

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from lbproxy.core.endpoints.backpressure import Backpressure
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.judge import Judge
-from lbproxy.core.queue.choice import Choice
+from lbproxy.core.queue.candidates import Candidates
 from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.retry import FailureKind, Retries, Verdict
@@ -17,8 +17,8 @@ from lbproxy.core.requests.retry import FailureKind, Retries, Verdict
 class FailedAttempts:
     """Decides whether a request is retried, and reports its endpoint's failure to the `Judge`."""
 
-    def __init__(self, retries: Retries, backpressure: Backpressure, judge: Judge, choice: Choice) -> None:
-        self._retries, self._backpressure, self._judge, self._choice = retries, backpressure, judge, choice
+    def __init__(self, retries: Retries, backpressure: Backpressure, judge: Judge, candidates: Candidates) -> None:
+        self._retries, self._backpressure, self._judge, self._candidates = retries, backpressure, judge, candidates
 
     def decide(  # noqa: PLR0913 - what is known of a failure
         self,
@@ -36,13 +36,13 @@ class FailedAttempts:
         state = ticket.placed_state
         self._backpressure.note_failure(state, kind, now=now, retry_after_s=retry_after_s)
         is_unreachable = kind is FailureKind.CONNECT
-        others_available = self._choice.others_available(ticket, now, at_other_address=is_unreachable)
+        others_available = self._candidates.others_available(ticket, now, at_other_address=is_unreachable)
         if kind is FailureKind.STRANDED and ticket.is_trial and state.health is Health.HALF_OPEN:
             others_available = False
         verdict = decided or self._retries.decide(
             kind, earlier, others_available=others_available, now=now, repeatable=ticket.request.repeatable
         )
-        if refused and self._choice.response_owner(ticket.request, now) is not None:
+        if refused and self._candidates.response_owner(ticket.request, now) is not None:
             verdict = Verdict(False, Outcome.RESPONSE_NOT_FOUND)  # the process that stored it is gone
         # A 500 that is retried counts only if the retry succeeds; a 500 from two endpoints is the request's own fault.
         open_question = kind is FailureKind.ERROR and not ticket.is_trial and (verdict.retry or kind in earlier)

@@ -63,7 +63,9 @@ class Overflow(Enum):
 
 
 class Turn:
-    """A pass through the queue, as far as it has come."""
+    """A pass through the queue, as far as it has come, in which what a request leaves goes to those of a lower priority
+    or of other flows.
+    """
 
     __slots__ = ("held", "with_room")
 
@@ -72,6 +74,59 @@ class Turn:
         """The endpoints that have room."""
         self.held: dict[EndpointUid, list[float]] = {}
         """By endpoint, the requests that were reached and are held there, and their prefill work."""
+
+
+ALONE: Final = Turn({})
+"""A turn in which nobody else takes what is left."""
+
+
+class Answer:
+    """What the choice says of one ticket. A value: the Balancer acts on it."""
+
+    __slots__ = (
+        "best",
+        "best_tokens",
+        "best_wait_s",
+        "chosen",
+        "decision",
+        "decode_on",
+        "overflow",
+        "retry_after_s",
+    )
+
+    def __init__(  # noqa: PLR0913, PLR0917 - all that is said
+        self,
+        chosen: EndpointState | Outcome | Wait,
+        best: EndpointState | None = None,
+        best_wait_s: float = 0.0,
+        best_tokens: float = 0.0,
+        decode_on: EndpointState | None = None,
+        retry_after_s: float | None = None,
+        decision: Decision | None = None,
+        overflow: Overflow | None = None,
+    ) -> None:
+        self.chosen: Final = chosen
+        """Where to place the ticket, or how it ends, or why it waits."""
+        self.best: Final = best
+        """If it waits: the endpoint that it is held for; None = any endpoint."""
+        self.best_wait_s: Final = best_wait_s
+        """The predicted wait for that endpoint."""
+        self.best_tokens: Final = best_tokens
+        """Its prefill work there."""
+        self.decode_on: Final = decode_on
+        """If it is best split: the endpoint that is best for its second leg."""
+        self.retry_after_s: Final = retry_after_s
+        """When there will be room, if it ends for lack of it."""
+        self.decision: Final = decision
+        """Why it is placed where it is; None = not to be recorded."""
+        self.overflow: Final = overflow
+        """Why it is placed above the lowest tier; None = it is not, or only that tier serves its model."""
+
+    def overflowing(self, why: Overflow) -> Answer:
+        """The same place, above the lowest tier."""
+        if self.decision is not None:
+            self.decision.overflow = why.value
+        return Answer(self.chosen, decode_on=self.decode_on, decision=self.decision, overflow=why)
 
 
 class Ticket:
@@ -99,10 +154,8 @@ class Ticket:
     priced_at: float = LONG_AGO
     reservation: tuple[Reservations, float, float] | None = None
     """Its reservation at `best`: the reservations there, its work, its tokens."""
-    turn: Turn | None = None
-    """Set while it is its turn, if what it leaves goes to requests of a lower priority or of other flows."""
     declined: int = 0
-    """How often in a row it then left an endpoint with room, and stayed held for another one."""
+    """How often in a row it left an endpoint with room to others, and stayed held for another one."""
     retry_after_s: float | None = None  # when there will be room, if it closed for lack of it
     work_tokens: float = 0.0
     """While WAITING: the least prefill work that it would be at any endpoint, as of `work_at`."""
@@ -136,8 +189,6 @@ class Ticket:
     """What it used of limits so far, its prompt and `response_tokens`, was counted before it was placed here."""
     reserved_tokens: float = 0.0
     """What it reserved of its endpoint's own limits."""
-    decode_on: EndpointState | None = None
-    """If it is best split, and waits or was just placed: the endpoint that is best for its second leg."""
     prefill: Ticket | None = None
     """With a concurrent connector, of the second leg: the ticket of the first, placed in the same step."""
     decision: Decision | None = None

@@ -25,7 +25,7 @@ from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.engines.handover import Role
 from lbproxy.core.knowledge.pool_model import PoolModel
 from lbproxy.core.policies.policy import Context, Policy, Prices
-from lbproxy.core.queue.ticket import Ticket
+from lbproxy.core.queue.ticket import Answer, Ticket
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.prompt_keys import BLOCK_BYTES
 from lbproxy.core.requests.request import InferenceRequest, Usage
@@ -196,8 +196,8 @@ class OracleBalancer(Balancer):
             self._pool = _TruePool(oracle)
             self._endpoints.adopt_pool(self._pool)
 
-    def _place(self, ticket: Ticket, state: EndpointState, now: float) -> None:
-        super()._place(ticket, state, now)
+    def _place(self, ticket: Ticket, answer: Answer, state: EndpointState, now: float) -> None:
+        super()._place(ticket, answer, state, now)
         self._oracle.placed(ticket.request, state, now)
 
 

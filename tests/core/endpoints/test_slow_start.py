@@ -140,7 +140,7 @@ def test_going_down_ends_it_and_it_begins_anew() -> None:
     bounce(balancer, endpoints[0], 120.0)
     assert seen(balancer, 120.0)["e1"].share == 0.1
     balancer.set_endpoints([spec(2)], now=121.0)
-    assert not balancer._choice.starting
+    assert not balancer._judge.slow_start.starting
 
 
 def test_it_can_be_off() -> None:

@@ -21,8 +21,8 @@ from lbproxy.core.endpoints.health import Health
 from lbproxy.core.engines.handover import Role
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.observed.record import RequestRecord
-from lbproxy.core.queue.ticket import Ticket, TicketState
-from lbproxy.core.queue.tiers import AGAIN_S
+from lbproxy.core.queue.overdue import AGAIN_S
+from lbproxy.core.queue.ticket import Answer, Ticket, TicketState
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import DECODE, InferenceRequest, Usage
 from lbproxy.core.requests.retry import FailureKind
@@ -515,7 +515,7 @@ def test_a_defect_of_the_choice_ends_the_request_instead_of_leaking_it() -> None
     assert state is not None
     ticket = fleet.submit(ask(max_tier=1))
     with pytest.raises(AssertionError, match="above its highest tier"):
-        fleet.balancer._place(ticket, state, 0.0)
+        fleet.balancer._place(ticket, Answer(state), state, 0.0)
     assert state.in_flight == 0
 
 
