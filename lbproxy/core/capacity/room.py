@@ -102,7 +102,7 @@ class Room:
         unexplained_s = times.unexplained_s()
         if unexplained_s is None:
             if in_flight >= slots.limit:
-                slots.limit += LIMIT_STEP
+                slots.limit_reached(LIMIT_STEP)
             return
         rate, error_s = slots.rate(now), unexplained_s - 0.5 * QUEUE_S  # a short queue is wanted
         if slots.limit == inf:

@@ -8,15 +8,16 @@ memory may allow less. Otherwise it shows in three ways, and each sets the limit
   fresh reports they alone count, whatever the first bytes show.
 - Without reports: first bytes that are much later than the prefills before them explain (`first_byte_late`, twice in a
   row).
-- Without reports and streams: responses that take longer than their length explains (`core.capacity.trends`).
+- Without reports and streams: responses that take longer than their length explains (`core.capacity.trends`), or
+  stalled streams show that the space is used up (`core.capacity.space`).
 
 The limit is infinite before the first of these. It grows while it is reached and nothing waits: by one for each first
 byte in time, or by steps that double with each report in a row. This is the additive increase of a congestion window
 (Jacobson, 1988), but the decrease needs no factor, as the same events that show a full engine also show how much it
 runs.
 
-Invariant: `limit` is at least 1. A few requests more may be placed (`allowance`), so that the engine always has a next
-one.
+Each of them says what it found, and `_found` alone writes the limit. Invariant: `limit` is at least 1. A few requests
+more may be placed (`allowance`), so that the engine always has a next one.
 """
 
 from __future__ import annotations
@@ -169,23 +170,29 @@ class Slots:
         """Start with what `save` returned. A limit that the engine reports, before or later, is an upper bound."""
         if saved:
             self.response_s = saved["response_s"]
-            self.limit = min(self._reported_limit, saved.get("limit", inf))
-            self.limited_by_space = bool(saved["by_space"])
+            self._found(saved.get("limit", inf), bool(saved["by_space"]), bounded=True)
             self._initial_limit = saved.get("initial_limit", inf)
 
     def forget(self) -> None:
         """The engine is not the one whose limit was restored: only what this one reported is known."""
-        self.limit, self.limited_by_space, self.response_s = self._reported_limit, False, 0.0
+        self._found(self._reported_limit, False)
+        self.response_s = 0.0
         self._initial_limit = INITIAL_LIMIT if self.limit == inf else inf
 
     # What shows the limit
 
+    def _found(self, limit: float, by_space: bool, *, bounded: bool = False) -> None:
+        """Note a limit that something shows. `by_space`: the KV cache is full with so many. `bounded`: the engine does
+        not run more than it reports, whatever this says.
+        """
+        self.limit = max(1.0, min(self._reported_limit, limit) if bounded else limit)
+        self.limited_by_space = by_space
+
     def limit_reported(self, limit: int) -> None:
         """Note the limit that the engine reports. Memory may allow less, which is still found."""
         if limit != self._reported_limit:
-            self.limit = self._reported_limit = float(limit)
-            self._initial_limit = inf
-            self.limited_by_space = False
+            self._reported_limit, self._initial_limit = float(limit), inf
+            self._found(self._reported_limit, False)
 
     def started(self, now: float) -> None:
         """Note that the engine started a request: its first byte arrived, or the complete response."""
@@ -210,7 +217,7 @@ class Slots:
         self._late_in_row = 0
         self._in_time_at = now
         if before > self.limit and before >= self.limit + self.allowance(now) - 1.0:
-            self.limit = min(self._reported_limit, self.limit + 1.0)
+            self._found(self.limit + 1.0, self.limited_by_space, bounded=True)
 
     def first_byte_late(self, running: float, before: float, waited_s: float, now: float) -> None:
         """Note a late first byte. `running`: requests that run with it, or ran and were returned to the engine's queue.
@@ -222,13 +229,12 @@ class Slots:
         self._late_in_row += 1
         if self._late_in_row >= LATE_IN_ROW:
             seen = before + 1.0 - waited_s * self.rate(now)
-            self.limit = max(1.0, min(running, 0.5 * (min(self.limit, running) + seen)))
-            self.limited_by_space = False
+            self._found(min(running, 0.5 * (min(self.limit, running) + seen)), False)
 
     def first_byte_overdue(self, since: float, running: float, now: float) -> None:
         """Note a first byte that should have arrived at `since` and has not."""
         if now > self.reported_until and self._in_time_at < since:
-            self.limit = min(self.limit, max(1.0, running))
+            self._found(min(self.limit, running), self.limited_by_space)
 
     def learn_limit(
         self, waiting: float, running: float | None, explained: float, *, cache: float, until: float
@@ -242,13 +248,12 @@ class Slots:
         self._waiting = waiting
         if waiting - explained >= 1.0:
             if running is not None:
-                self.limit = max(1.0, running)
-                self.limited_by_space = cache > FULL_CACHE
+                self._found(running, cache > FULL_CACHE)
                 if self.limited_by_space:
                     self._space_until = until + SPACE_S
             self._step = 1.0
         elif waiting < 1.0 and running is not None and running >= self.limit:
-            self.limit = max(self.limit, running) + self._step
+            self._found(max(self.limit, running) + self._step, self.limited_by_space)
             self._step = min(MAX_STEP, 2.0 * self._step)
         else:
             self._step = 1.0
@@ -256,11 +261,13 @@ class Slots:
     def space_used_up(self, running: float, now: float) -> None:
         """Without reports: so many requests use all of the space that there is (`core.capacity.space`)."""
         if now > self.reported_until:
-            self.limit = min(self.limit, max(1.0, running))
-            self.limited_by_space = True
+            self._found(min(self.limit, running), True)
 
     def limit_estimated(self, limit: float) -> None:
         """Note a limit that was estimated from the durations of non-streaming responses."""
         self._initial_limit = inf
-        self.limit = min(self._reported_limit, max(1.0, limit))
-        self.limited_by_space = False
+        self._found(limit, False, bounded=True)
+
+    def limit_reached(self, step: float) -> None:
+        """Note that non-streaming responses do not show any wait although there are as many requests as the limit."""
+        self._found(self.limit + step, self.limited_by_space)

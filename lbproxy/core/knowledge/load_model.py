@@ -98,25 +98,14 @@ class LoadModel:
         return self.room.longest_wait_s(self.work.in_flight, now)
 
     def is_full(self, now: float, overloaded: bool) -> bool:
-        """Whether no request should be placed here now. `overloaded`: see `Room.shortage`. Overdue first bytes are
-        applied here.
-        """
-        room, pending, non_streaming = self.room, self.work.pending, False
-        if pending:
-            head = next(iter(pending))
-            non_streaming = not head.request.stream
-            if head.late_at <= now:
-                room.slots.first_byte_overdue(head.late_at, self.work.in_flight - len(pending), now)
-                self._learn_space(now)
+        """Whether no request should be placed here now. `overloaded`: see `Room.shortage`."""
+        room, pending = self.room, self.work.pending
+        non_streaming = bool(pending) and not next(iter(pending)).request.stream
         if self._competes(now):
             return False
-        shortage = self._shortage(now, overloaded)
-        if shortage is not None:
-            if shortage == "space":
-                room.slots.space_used_up(self.work.in_flight, now)
+        if self._shortage(now, overloaded) is not None:
             return True
-        prefill_ms = self.prefill_ms(now)
-        if prefill_ms <= room.hold_ms(now):
+        if self.prefill_ms(now) <= room.hold_ms(now):
             return False
         held_ms = self.speed.prefill_ms(room.reservations.tokens)
         return not room.may_start(len(pending), held_ms, now, non_streaming=non_streaming)
@@ -285,6 +274,20 @@ class LoadModel:
             self.adapters.closed(placement.adapter, now)
 
     # Learning
+
+    def look(self, now: float, overloaded: bool) -> None:
+        """Learn what no event shows, but that there was none: a first byte is overdue, the space is used up. To be
+        called before it is asked whether the endpoint is full.
+        """
+        slots, work = self.room.slots, self.work
+        if work.pending:
+            late_at = next(iter(work.pending)).late_at
+            if late_at <= now:
+                slots.first_byte_overdue(late_at, work.in_flight - len(work.pending), now)
+                self._learn_space(now)
+        may_lack = slots.limited_by_space or self.room.space.limit_tokens < inf
+        if may_lack and not self._competes(now) and self._shortage(now, overloaded) == "space":
+            slots.space_used_up(work.in_flight, now)
 
     def _learn_room(self, placement: Placement, now: float) -> None:
         """Learn from one first byte how many requests and how many prefills run here at a time."""

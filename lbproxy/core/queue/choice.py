@@ -116,7 +116,8 @@ class Choice:
         chosen = candidates[self._lowest_cost(prices.costs, candidates)]
         if not self.explains:
             return Answer(chosen)
-        made = self._decision(self._split, chosen, candidates, prices.costs, prices.notes, now)
+        absent = self._endpoints.unavailable()
+        made = Decision(self._split, now, chosen, candidates, prices.costs, prices.notes, absent)
         made.is_second = True
         if len(candidates) > MAX_SHOWN:
             made.shrink(in_full=True)
@@ -151,7 +152,9 @@ class Choice:
         return any(state.endpoint.tier > lowest and self.has_room(state, now) for state in members)
 
     def _is_full(self, state: EndpointState, now: float) -> bool:
-        return self.policy.is_full(state, now, self._queue.overload.concerns(state.endpoint.tier))
+        overloaded = self._queue.overload.concerns(state.endpoint.tier)
+        state.load.look(now, overloaded)
+        return self.policy.is_full(state, now, overloaded)
 
     # Tiers
 
@@ -296,8 +299,10 @@ class Choice:
         """The candidate with the lowest price, if it has room and no request waits for it."""
         policy: Policy = self._split if self._endpoints.has_roles else self.policy
         if self._skip_price and len(candidates) == 1:
-            made = self._decision(policy, candidates[0], candidates, (), None, now) if self.explains else None
-            return Answer(candidates[0], decision=made)
+            only, absent = candidates[0], self._endpoints.unavailable()
+            return Answer(
+                only, decision=Decision(policy, now, only, candidates, (), None, absent) if self.explains else None
+            )
         small = len(candidates) <= MAX_SHOWN
         special = ticket.wait is not None or bool(ticket.avoid) or ticket.request.explain
         noted = self.explains and (small or special or self._explainer.in_full(now))
@@ -319,7 +324,8 @@ class Choice:
         if not self.explains:
             return Answer(candidates[index], decode_on=second)
         costs = None if noted and policy.notes_costs else prices.costs
-        made = self._decision(policy, candidates[index], candidates, costs, prices.notes, now)
+        absent = self._endpoints.unavailable()
+        made = Decision(policy, now, candidates[index], candidates, costs, prices.notes, absent)
         if isinstance(prices, SplitPrices):
             made.decode_on = prices.decode_on
         if not small:
@@ -384,17 +390,15 @@ class Choice:
                 return n
         return index
 
-    def _lowest_cost_of(self, indices: list[int], candidates: Sequence[EndpointState], prices: Prices) -> int:
-        """The index of the lowest cost among `indices`."""
-        return indices[self._lowest_cost([prices.costs[n] for n in indices], [candidates[n] for n in indices])]
-
     def _by_deadline(
         self, deadline: float, index: int, candidates: Sequence[EndpointState], prices: Prices, now: float
     ) -> int:
         """The candidate with the lowest price that is in time, `index` if it is; below 0: there is none."""
         in_time = self._in_time(deadline, candidates, prices, now)
+        if index in in_time:
+            return index
         if in_time:
-            return index if index in in_time else self._lowest_cost_of(in_time, candidates, prices)
+            return in_time[self._lowest_cost([prices.costs[n] for n in in_time], [candidates[n] for n in in_time])]
         return index if self._is_test(candidates, now) else -1
 
     def _is_test(self, candidates: Sequence[EndpointState], now: float) -> bool:
@@ -450,17 +454,6 @@ class Choice:
         ):  # draws as much as a choice from one, in a tenth of its time: seeds keep their meaning
             pass
         return found
-
-    def _decision(
-        self,
-        policy: Policy,
-        chosen: EndpointState,
-        candidates: Sequence[EndpointState],
-        costs: Sequence[float] | None,
-        notes: object,
-        now: float,
-    ) -> Decision:
-        return Decision(policy, now, chosen, candidates, costs, notes, self._endpoints.unavailable())
 
 
 def model_for(policy: Policy) -> PoolModel | None:

@@ -83,16 +83,7 @@ ALONE: Final = Turn({})
 class Answer:
     """What the choice says of one ticket. A value: the Balancer acts on it."""
 
-    __slots__ = (
-        "best",
-        "best_tokens",
-        "best_wait_s",
-        "chosen",
-        "decision",
-        "decode_on",
-        "overflow",
-        "retry_after_s",
-    )
+    __slots__ = "best", "best_tokens", "best_wait_s", "chosen", "decision", "decode_on", "overflow", "retry_after_s"
 
     def __init__(  # noqa: PLR0913, PLR0917 - all that is said
         self,
