@@ -318,22 +318,13 @@ def space_wait_ms(load: LoadModel, over_tokens: float, now: float) -> float:
 
 
 def _with_adapters(
-    costs: list[float], notes: _Parts | None, loads: Sequence[LoadModel], model: str | None, now: float
+    costs: list[float], notes: _Parts | None, loads: Sequence[LoadModel], adapter: str | None, now: float
 ) -> list[float]:
-    """The costs with the wait for the adapter, if `model` is one."""
-    adapters = _adapter_ms(loads, model, loads[0].pool, now)
-    if adapters is None:
-        return costs
-    for parts, adapter in zip(_listed(notes), adapters, strict=False):
-        parts.add_adapter(adapter)
-    return [cost + adapter for cost, adapter in zip(costs, adapters, strict=True)]
-
-
-def _adapter_ms(loads: Sequence[LoadModel], adapter: str | None, pool: PoolModel, now: float) -> list[float] | None:
-    """The wait for the adapter at each endpoint, in milliseconds. None: the model is not an adapter."""
+    """The costs with the wait for the adapter, in milliseconds, if `adapter` is one."""
+    pool = loads[0].pool
     if adapter is None or adapter not in pool.adapters:
-        return None
-    return prices_ms(
+        return costs
+    waits = prices_ms(
         adapter,
         [load.adapters for load in loads],
         times=pool.load_times,
@@ -344,3 +335,6 @@ def _adapter_ms(loads: Sequence[LoadModel], adapter: str | None, pool: PoolModel
         ],
         now=now,
     )
+    for parts, wait in zip(_listed(notes), waits, strict=False):
+        parts.add_adapter(wait)
+    return [cost + wait for cost, wait in zip(costs, waits, strict=True)]

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import inf
-from types import MappingProxyType
 from typing import Final, cast
 
 from lbproxy.core.endpoints.endpoint import Endpoint
 from lbproxy.core.endpoints.state import EndpointState
-from lbproxy.core.policies.policy import Policy, partner_of
+from lbproxy.core.policies.policy import NO_PAIRS, Policy, partner_of
 
 MAX_SHOWN: Final = 16
-NO_PAIRS: Final[Mapping[str, EndpointState]] = MappingProxyType({})
 IN_FULL_PER_S: Final = 500
 """In a fleet of more than `MAX_SHOWN`."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 from mypy_extensions import mypyc_attr
@@ -22,6 +23,7 @@ from lbproxy.core.requests.request import InferenceRequest
 
 PRICED: Final = -1.0
 NEVER_SPLIT: Final = float("inf")
+NO_PAIRS: Final[Mapping[str, EndpointState]] = MappingProxyType({})
 
 
 class Context:
@@ -51,7 +53,7 @@ class Context:
 class Prices:
     """A policy's result for one request, in lists in the order of the candidates."""
 
-    __slots__ = ("costs", "notes", "waits_ms", "work_tokens")
+    __slots__ = ("costs", "decode_on", "notes", "waits_ms", "work_tokens")
 
     def __init__(
         self,
@@ -59,6 +61,7 @@ class Prices:
         waits_ms: list[float] | None = None,
         work_tokens: list[float] | None = None,
         notes: object = None,
+        decode_on: Mapping[str, EndpointState] = NO_PAIRS,
     ) -> None:
         self.costs = costs
         """The lowest cost wins. The unit is the policy's own. Never NaN; infinite = the request must not be placed
@@ -70,6 +73,9 @@ class Prices:
         """The request's own prefill work there. Set whenever `waits_ms` is."""
         self.notes = notes
         """What `Policy.explain` needs of the price in addition. Numbers and lists that are not changed any more."""
+        self.decode_on = decode_on
+        """If requests may be split: the best endpoint for the second leg, by connector. A prefill endpoint's price is
+        that of its best pair then."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

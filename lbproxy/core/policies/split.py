@@ -19,33 +19,11 @@ from typing import Final, cast
 
 from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.engines.handover import Role
-from lbproxy.core.policies.policy import NEVER_SPLIT, PRICED, Context, Policy, Prices, partner_of
+from lbproxy.core.policies.policy import NEVER_SPLIT, PRICED, Context, Policy, Prices
 from lbproxy.core.requests.request import DECODE, PREFILL, InferenceRequest
 
 BYTES_PER_TOKEN: Final = 4.0
 """Where prompts are not read."""
-
-
-class SplitPrices(Prices):
-    """Prices of whole and split requests, by candidate: a prefill endpoint's is that of its best pair."""
-
-    __slots__ = ("decode_on",)
-
-    def __init__(
-        self,
-        costs: list[float],
-        waits_ms: list[float] | None,
-        work_tokens: list[float] | None,
-        notes: object,
-        decode_on: dict[str, EndpointState],
-    ) -> None:
-        super().__init__(costs, waits_ms, work_tokens, notes)
-        self.decode_on = decode_on
-        """The best endpoint for the second leg, by connector."""
-
-    def partner(self, chosen: EndpointState) -> EndpointState | None:
-        """Where the second leg goes if the first goes to `chosen`; None: it takes the request whole."""
-        return partner_of(chosen, self.decode_on)
 
 
 class _Notes:
@@ -128,7 +106,7 @@ class Split(Policy):
             has_waits &= self._fill(leg, first, candidates, costs, waits, works, notes, context)
             self._add_second(request, first, second, candidates, costs, notes, decode_on, context)
             self._apply_rule(request, first, whole, candidates, costs)
-        return SplitPrices(
+        return Prices(
             costs,
             waits if has_waits else None,
             works if has_waits else None,

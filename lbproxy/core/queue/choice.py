@@ -34,8 +34,8 @@ from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.knowledge.pool_model import PoolModel
 from lbproxy.core.policies.explain import MAX_SHOWN, Decision, Explainer
-from lbproxy.core.policies.policy import Context, Policy, Prices
-from lbproxy.core.policies.split import Split, SplitPrices
+from lbproxy.core.policies.policy import Context, Policy, Prices, partner_of
+from lbproxy.core.policies.split import Split
 from lbproxy.core.queue.candidates import Candidates
 from lbproxy.core.queue.ticket import ALONE, Answer, Overflow, Ticket, Turn, Wait
 from lbproxy.core.queue.waiting_queue import WaitingQueue
@@ -316,7 +316,7 @@ class Choice:
                 return Answer(Outcome.TOO_LATE, retry_after_s=min(prices.waits_ms) / 1000.0)
         if turn is not None and turn.with_room and self.holds:
             index = self._taken_at_once(ticket, turn, index, candidates, prices, now)
-        second = prices.partner(candidates[index]) if isinstance(prices, SplitPrices) else None
+        second = partner_of(candidates[index], prices.decode_on) if policy is self._split else None
         if self.holds and prices.waits_ms is not None:
             held = self._hold(candidates[index], second, prices, index, now, turn)
             if held is not None:
@@ -326,8 +326,7 @@ class Choice:
         costs = None if noted and policy.notes_costs else prices.costs
         absent = self._endpoints.unavailable()
         made = Decision(policy, now, candidates[index], candidates, costs, prices.notes, absent)
-        if isinstance(prices, SplitPrices):
-            made.decode_on = prices.decode_on
+        made.decode_on = prices.decode_on
         if not small:
             made.shrink(in_full=noted)
         return Answer(candidates[index], decode_on=second, decision=made)
@@ -376,7 +375,7 @@ class Choice:
         """
         best, works, adapter = candidates[index], prices.work_tokens, ticket.request.model or ""
         waits = not best.endpoint.is_elastic and best.health is not Health.DOWN and self._is_full(best, now)
-        if works is None or not waits or isinstance(prices, SplitPrices) or not ticket.request.prompt_bytes:
+        if works is None or not waits or self._endpoints.has_roles or not ticket.request.prompt_bytes:
             return index
         held, tokens = turn.held.get(best.endpoint.uid, NOTHING_HELD)
         latest_ms = best.load.speed.first_byte_ms(best.load.wait_ms(now, held, tokens), works[index], now)
