@@ -114,16 +114,15 @@ class Adaptive(Policy):
         loads, now, leg = [state.load for state in candidates], context.now, request.leg
         if leg == WHOLE and not request.prompt_bytes:
             return self._price_opaque(request, loads, context)
-        pool, is_first, is_second = loads[0].pool, leg == FIRST_LEG, leg == SECOND_LEG
+        pool, keys, is_first, is_second = loads[0].pool, request.block_keys, leg == FIRST_LEG, leg == SECOND_LEG
         token_ms, output, pool_base, block = pool.token_ms, pool.output_tokens, pool.base_ms, pool.block_tokens(request)
-        prompt = pool.prompt_tokens(request)
-        blocks, depths = len(request.block_keys) * block, pool.index.match(request.block_keys)
+        prompt, blocks, depths = pool.prompt_tokens(request), len(keys) * block, pool.index.match(keys)
         home = None if request.session is None or is_second else _home(pool, request.session, prompt, block, depths)
         space = SPACE * token_ms * pool.hit_ratio * (1.0 + CROWDED * _mean_load(loads))
         space_tokens, pool_gap = pool.size.space_tokens, (pool.gap_ms, pool.gap_per_token_ms)
         answer, stall_share, steps = (0.0, 0.0, 0.0) if is_first else (output, STALL, STEPS)
         per_gap, fewest = DECODE * answer, 0.0 if is_second else 1.0
-        costs, waits, works, spaces = [[0.0] * len(loads) for _ in range(4)]
+        costs, waits, works, spaces = [0.0] * len(loads), [0.0] * len(loads), [0.0] * len(loads), []
         any_held, reports = context.any_held or is_first, pool.others.until >= now
         least = _least_work(prompt, max([depths[load.kv.member_id] for load in loads]) * block) if any_held else 0.0
         notes: _Parts | None = None
@@ -144,14 +143,13 @@ class Adaptive(Policy):
                 backlog = there.pending_tokens
                 done = (1000.0 * (now - there.prefill_since) - steps * speed.mean_gap_ms) / rate
                 if done > 0.0:
-                    backlog -= done if done < there.head_tokens else there.head_tokens
+                    backlog -= done if done < there.head_tokens else there.head_tokens  # below 0: by rounding
             in_flight, streams, others = there.in_flight, float(there.in_flight), room.others
             if others.count or (reports and others.until < now):
                 streams += others.requests(now)
                 backlog += others.queued(now) * pool.work_tokens
-            wait = backlog * rate if backlog > 0.0 else 0.0  # may be below 0 by rounding
+            wait, computed = backlog * rate if backlog > 0.0 else 0.0, prefill * (1.0 + stall_share * streams)
             base = speed.base_ms if speed.base_until > now else pool_base
-            computed = prefill * (1.0 + stall_share * streams)
             if is_second:
                 base, own, prefill, computed = pool.transfer.ms(uncached, token_ms), uncached, 0.0, load.prefill_ms(now)
                 wait = room.slots.wait_ms(streams + room.reservations.count, now)
@@ -175,7 +173,9 @@ class Adaptive(Policy):
                 decode, slow_down = per_gap * gap, per_gap * streams * slope * prompt
                 notes = _Parts(notes, cost, base, wait, prefill, stall, decode, slow_down, cache_space, space_wait)
                 notes.cached = prompt - uncached
-            costs[n], waits[n], works[n], spaces[n] = cost, wait, own, cache_space
+            costs[n], waits[n], works[n] = cost, wait, own
+            if is_first:
+                spaces.append(cache_space)
         if is_first:
             _compare_space(costs, notes, spaces)
         return Prices(_with_adapters(costs, notes, loads, request.model, now), waits, works, notes)
