@@ -42,6 +42,7 @@ def test_friends_notice(script: bytes, seen: str) -> None:
         async def once(wire: Wire, _: Received) -> None:
             await wire.send(script)
             wire.close()
+            await wire.watch()
 
         async with ScriptedEndpoint(once) as server:
             friends = await _befriended(server.port)

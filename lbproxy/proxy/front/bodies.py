@@ -102,6 +102,7 @@ async def _read_up_to(limit: int, content: StreamReader, reader: Reader, overloa
         return await _joined(pieces)
     finally:
         pieces.clear()  # an error refers to this frame, and is itself referred to by what it refers to
+        piece = b""
 
 
 async def read_large(

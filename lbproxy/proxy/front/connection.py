@@ -32,6 +32,7 @@ from typing import Final, Protocol, cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
+from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import StreamReader
 
 from lbproxy.core.observed.record import RequestRecord
@@ -229,6 +230,8 @@ class ClientConnection(web.RequestHandler):
             self.turn.client_disconnected()
         self.transport = self._linger = None  # aiohttp closes it, now and when its handler ends
         super().connection_lost(exc)
+        self.request_body = None  # which refers to this: old objects are looked at very seldom (process.COLLECT_AFTER)
+        self._buffered = b""
         self._front.deadlines.disconnected(self)
         self._front.disconnected()
 
@@ -290,6 +293,7 @@ class ClientConnection(web.RequestHandler):
         except ProtocolError as error:
             end, piece = len(data), data[at : error.at] + _REFUSED_BY_WALK
         super().data_received(piece)
+        self._note_errors()
         if end < len(data):
             self._keep(data, end)
             if not walk.at_boundary:
@@ -301,6 +305,15 @@ class ClientConnection(web.RequestHandler):
             self._refuse_head(LbError(Outcome.BAD_REQUEST))  # aiohttp's parser sees no end of it
         elif self.body_reader is not None:
             self.read_from(self.body_reader)
+
+    def _note_errors(self) -> None:
+        """What aiohttp could not read: nothing more is given to it. A traceback in its queue would keep the frames of
+        this read, and what was read, for hours: they refer to the queue.
+        """
+        for message, _ in self._messages:
+            if not isinstance(message, RawRequestMessage):
+                self._walk.lost = True
+                message.exc.__traceback__ = None
 
     def _feed_soon(self) -> None:
         if not self._feeds_soon:
@@ -317,7 +330,8 @@ class ClientConnection(web.RequestHandler):
     @property
     def _takes_more(self) -> bool:
         """aiohttp waits for more of its message."""
-        return not (self._reading_paused or self._walk.at_boundary or self._close or self._force_close)
+        walk = self._walk
+        return not (self._reading_paused or walk.at_boundary or walk.lost or self._close or self._force_close)
 
     def _watch_head(self) -> None:
         self._nothing_received = False

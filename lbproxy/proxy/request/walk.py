@@ -33,15 +33,15 @@ _LENGTH: Final = re.compile(rb"\ncontent-length[ \t]*:[ \t]*([0-9]{1,15})[ \t]*\
 class RequestWalk:
     """Walks the bytes of one connection, from the beginning of a message."""
 
-    __slots__ = ("_body", "_head", "_lost")
+    __slots__ = ("_body", "_head", "lost")
 
     def __init__(self) -> None:
         self._head = bytearray()
         """The received part of an incomplete head."""
         self._body: Framing | None = None
         """The current body."""
-        self._lost = False
-        """Nothing more is walked: what follows is refused in any case."""
+        self.lost = False
+        """The bytes are no HTTP: what follows is not looked at."""
 
     @property
     def head_bytes(self) -> int:
@@ -56,7 +56,7 @@ class RequestWalk:
     @property
     def at_boundary(self) -> bool:
         """Whether what comes next is a new message."""
-        return not (self._head or self._body is not None or self._lost)
+        return not (self._head or self._body is not None or self.lost)
 
     def step(self, data: bytes, at: int) -> int:
         """Return where the message that contains `data[at:]` ends, or where this step does. It is over if
@@ -65,7 +65,7 @@ class RequestWalk:
         Raises ProtocolError for empty lines instead of a head, and for bad chunk framing, with the position of the
         wrong line or its continuation; nothing more is walked then.
         """
-        if self._lost:
+        if self.lost:
             return len(data)
         try:
             if self._body is None:
@@ -73,7 +73,7 @@ class RequestWalk:
             if self._body is not None and at < len(data):
                 at = self._walk_body(self._body, data, at)
         except ProtocolError:
-            self._lost = True
+            self.lost = True
             raise
         return at
 

@@ -62,7 +62,9 @@ async def table(names: list[str], args: argparse.Namespace, forms: list[str], ke
             for key in keys:
                 with tempfile.TemporaryDirectory() as folder:
                     setup = setup_of(name, form=form, key=key, **common(args))
-                    it = await measured(setup, Path(folder), seconds=args.seconds, rounds=args.rounds)
+                    it = await measured(
+                        setup, Path(folder), seconds=args.seconds, rounds=args.rounds, compare=args.compare
+                    )
                 line = it.figures()
                 faulty += bool(it.faults())
                 keep(args.output, line)
@@ -80,6 +82,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--no-key", dest="key", action="store_false", help="the hostile ones have none")
     parser.add_argument("--seconds", type=float, default=60.0, help="of hostility, in `--rounds`")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--alone", dest="compare", action="store_false", help="without the friendly ones in turn")
     parser.add_argument("--connections", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--no-pin", dest="pin", action="store_false", help="all cores for everybody")

@@ -120,6 +120,10 @@ class Friends:
                         client = None
                         if not again:
                             raise
+        except asyncio.CancelledError:
+            if client is not None:
+                client.writer.transport.abort()
+            raise
         except (OSError, EOFError, TimeoutError) as error:
             self.seen.failures[type(error).__name__] += 1
             if client is not None:

@@ -67,6 +67,7 @@ class Honest(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, _: Exception | None) -> None:
+        self._transport = None
         if self._writing is not None:
             self._writing.cancel()
 
@@ -99,12 +100,11 @@ class Honest(asyncio.Protocol):
             self._answer()
 
     def _answer(self) -> None:
-        assert self._transport is not None
         path = self._head.split(b" ", 2)[1]
         if path == b"/v1/models":
-            self._transport.write(self._listing)
+            self._write(self._listing)
         elif path == b"/metrics":
-            self._transport.write(response(_PAGE, "text/plain; version=0.0.4"))
+            self._write(response(_PAGE, "text/plain; version=0.0.4"))
         elif b"websocket" in self._head:
             self._open_socket(b"flood=1" in path)
         elif b'"stream": true' in self._body:
@@ -112,7 +112,11 @@ class Honest(asyncio.Protocol):
         else:
             text = self._mark() + b"." * self._number("answer_bytes")
             usage = b'"usage":{"prompt_tokens":9,"completion_tokens":3,"total_tokens":12}'
-            self._transport.write(response(b'{"choices":[{"index":0,"message":{"content":"%s"}}],%s}' % (text, usage)))
+            self._write(response(b'{"choices":[{"index":0,"message":{"content":"%s"}}],%s}' % (text, usage)))
+
+    def _write(self, data: bytes) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
 
     def _mark(self) -> bytes:
         found = MARK.search(self._body)
@@ -123,26 +127,24 @@ class Honest(asyncio.Protocol):
         return int(found[1]) if found else 0
 
     async def _stream(self) -> None:
-        assert self._transport is not None
         event, pace_s = _event(self._mark()), self._number("pace_ms") / 1000
         left = self._number("answer_events") or 3
         head = _STREAM
         while left:
             count = 1 if pace_s else min(left, 50)
             await self._may_write.wait()
-            self._transport.write(head + event * count)
+            self._write(head + event * count)
             head = b""
             left -= count
             await asyncio.sleep(pace_s)
         done = b"data: [DONE]\n\n"
-        self._transport.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(done), done))
+        self._write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(done), done))
 
     def _open_socket(self, flood: bool) -> None:
-        assert self._transport is not None
         self._socket = True
         key = re.search(rb"(?i)\r\nsec-websocket-key: *(\S+)", self._head)
         accept = accept_of(key[1].decode() if key else "")
-        self._transport.write(
+        self._write(
             b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
             b"Sec-WebSocket-Accept: %s\r\n\r\n" % accept.encode()
         )
@@ -150,10 +152,9 @@ class Honest(asyncio.Protocol):
             self._writing = asyncio.create_task(self._flood())
 
     async def _flood(self) -> None:
-        assert self._transport is not None
-        while True:
+        while self._transport is not None:
             await self._may_write.wait()
-            self._transport.write(_FLOOD)
+            self._write(_FLOOD)
             await asyncio.sleep(0)
 
 
