@@ -13,6 +13,7 @@ from typing import Final
 
 from websockets.exceptions import PayloadTooBig, ProtocolError
 from websockets.frames import Close, Frame, Opcode
+from websockets.frames import apply_mask as _apply_mask  # type: ignore[attr-defined]  # in C, where that was built
 from websockets.streams import StreamReader
 
 NORMAL: Final = 1000
@@ -24,6 +25,10 @@ INTERNAL_ERROR: Final = 1011
 TRY_AGAIN_LATER: Final = 1013
 """Close codes: RFC 6455, section 7.4.1, and IANA's registry."""
 DATA: Final = frozenset({Opcode.CONT, Opcode.TEXT, Opcode.BINARY})
+PIECE_BYTES: Final = 1 << 20
+"""Divisible by four, the length of a mask. To pass so much on takes 1 to 2 ms of the event loop."""
+_TWO_BYTES: Final = 126
+"""In place of a length: it follows in two bytes; 127: in eight."""
 MAX_REASON_BYTES: Final = 123
 """The room in a control frame besides the code."""
 
@@ -49,10 +54,12 @@ class FrameError(Exception):
 
 
 class FrameReader:
-    """Splits the bytes of one peer into frames. At most one frame is held, and at most `max_bytes` of it."""
+    """Splits the bytes of one peer into frames. A large frame of data comes as the fragments of it that arrived, which
+    mean the same (RFC 6455, section 5.4): at most `PIECE_BYTES` are held, and unmasked at a time.
+    """
 
     def __init__(self, *, masked: bool, max_bytes: int) -> None:
-        """`masked`: its frames must be masked, as a client's; else they must not be."""
+        """`masked`: its frames must be masked, as a client's; else they must not be. `max_bytes`: of a frame."""
         self._bytes = StreamReader()
         self._frames = _frames(self._bytes, masked, max_bytes)
 
@@ -83,9 +90,34 @@ class FrameReader:
 
 
 def _frames(source: StreamReader, masked: bool, max_bytes: int) -> Generator[Frame | None, None, None]:
-    """Yield the next frame; None where bytes are missing."""
+    """Yield the next frame, or the next fragment of one; None where bytes are missing."""
     while True:
-        yield (yield from Frame.parse(source.read_exact, mask=masked, max_size=max_bytes))
+        first, second = yield from source.read_exact(2)
+        try:
+            opcode = Opcode(first & 0x0F)
+        except ValueError:
+            raise ProtocolError("invalid opcode") from None
+        if bool(second & 0x80) is not masked:
+            raise ProtocolError("incorrect masking")
+        left = second & 0x7F
+        if left >= _TWO_BYTES:
+            left = int.from_bytes((yield from source.read_exact(2 if left == _TWO_BYTES else 8)), "big")
+        if left > max_bytes:
+            raise PayloadTooBig(left, max_bytes)
+        mask = (yield from source.read_exact(4)) if masked else b""
+        fin, reserved = bool(first & 0x80), [bool(first & bit) for bit in (0x40, 0x20, 0x10)]
+        while True:
+            size = min(left, PIECE_BYTES) if opcode in DATA else left
+            left -= size
+            if size > PIECE_BYTES:
+                raise ProtocolError("control frame too long")
+            data: bytes | bytearray = yield from source.read_exact(size)
+            frame = Frame(opcode, _apply_mask(data, mask) if masked else data, fin and not left, *reserved)
+            frame.check()
+            yield frame
+            if not left:
+                break
+            opcode = Opcode.CONT
 
 
 def is_close(frame: Frame) -> bool:

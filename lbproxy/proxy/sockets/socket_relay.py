@@ -3,7 +3,8 @@
 
 Theory of operation. Each frame is passed on as soon as it is complete, with its opcode, its FIN bit and its payload
 unchanged; only the mask differs. So fragments stay fragments, pings and pongs are the peers' own, and a message may be
-larger than what lbproxy holds. As no frame is sent in parts, a close frame of lbproxy can follow any frame.
+larger than what lbproxy holds. A large frame becomes fragments as it arrives. As no frame is sent in parts, a close
+frame of lbproxy can follow any frame.
 
     stage     event                                                             next stage
     OPEN      a close frame of one side was passed on                           CLOSING

@@ -3,11 +3,21 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lbproxy.proxy.sockets.frames import FrameError, FrameReader, close_code, close_frame, is_close, is_pong
+from lbproxy.proxy.sockets.frames import (
+    PIECE_BYTES,
+    FrameError,
+    FrameReader,
+    close_code,
+    close_frame,
+    is_close,
+    is_pong,
+)
 from tests.support.sockets import BINARY, CLOSE, CONT, PING, PONG, TEXT, close, frame
 
 
@@ -48,6 +58,26 @@ def test_a_frame_that_is_too_large_is_refused_by_its_head() -> None:
     with pytest.raises(FrameError) as caught:
         read(reader, frame(BINARY, bytes(1001))[:4])
     assert caught.value.code == 1009
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("size", [PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES - 1])
+@pytest.mark.parametrize("fin", [True, False])
+def test_a_large_frame_comes_as_fragments_that_mean_the_same(masked: bool, size: int, fin: bool) -> None:
+    """60 MiB were held, and unmasked, masked and copied in one turn of the event loop, for half a second."""
+    payload = random.Random(size).randbytes(size)
+    data = frame(TEXT, payload, fin=fin, masked=masked) + frame(PING, b"x", masked=masked)
+    reader = FrameReader(masked=masked, max_bytes=size)
+    got = []
+    for at in range(0, len(data), 100_000):
+        got += read(reader, data[at : at + 100_000])
+        assert reader.held_bytes < PIECE_BYTES
+    *parts, ping = got
+    assert ping == (PING, True, b"x")
+    assert b"".join(part for *_, part in parts) == payload
+    assert max(len(part) for *_, part in parts) <= PIECE_BYTES
+    assert [kind for kind, *_ in parts] == [TEXT] + [CONT] * (len(parts) - 1)
+    assert [last for _, last, _ in parts] == [False] * (len(parts) - 1) + [fin]
 
 
 def test_frames_before_a_bad_one_are_there_still() -> None:

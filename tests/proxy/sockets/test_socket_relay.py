@@ -417,14 +417,17 @@ def test_frames_that_are_not_complete_count_as_bodies_that_are_held() -> None:
 
     async def main() -> None:
         async with echo_server() as server, rig(server.url, more="limits: {buffered_bodies: 1MiB}") as it:
-            client = await raw_socket(it)
+            client, other = await raw_socket(it), await raw_socket(it)
             await read_frame(client.reader)
+            await read_frame(other.reader)
             data = frame(BINARY, bytes(2 << 20), masked=True)
             client.send(data[: 512 << 10])
             await until(lambda: it.front.overload.held_bytes > 256 << 10)
-            client.send(data[512 << 10 :])
+            other.send(data[: 400 << 10])
+            client.send(data[512 << 10 : 900 << 10])
             assert close_of((await read_frame(client.reader))[2])[0] == 1013
-            await until(lambda: it.records.requests)
+            other.writer.close()
+            await until(lambda: len(it.records.requests) == 2)
             assert it.front.overload.held_bytes == 0
 
     run(main())
