@@ -4,14 +4,34 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests.security.hostile.clients.wire import Prey
 from tests.security.hostile.friends import Friends
 from tests.security.hostile.honest import listen
+from tests.security.hostile.kinds import MIX, setup_of
+from tests.security.hostile.measure import measured
 from tests.support.aio import until
 from tests.support.endpoint import Received, ScriptedEndpoint, Wire, answer
+
+SECONDS = 40.0
+
+
+@pytest.mark.timeout(240)
+def test_everything_hostile_at_once_hurts_nobody_else(tmp_path: Path) -> None:
+    """All kinds mixed, in the limits of the Kubernetes manifest: others are served, with their own answers, lbproxy
+    keeps its memory and lives on without a traceback, and nothing is left of anybody.
+    """
+    setup = setup_of(MIX, form="kubernetes", connections=40, seed=random.randrange(1 << 30), pin=False)
+    setup = replace(setup, friends=8, rate=5.0)
+    it = asyncio.run(measured(setup, tmp_path, seconds=SECONDS, rounds=1, compare=False))
+    assert not it.faults(), f"seed {setup.seed}: {it.faults()}\n{it.figures()}"
+    assert len(it.hostile.waits_ms) > setup.friends
+    assert it.crowd.connections > setup.connections
 
 
 async def _befriended(port: int, count: int = 20) -> Friends:

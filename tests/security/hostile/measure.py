@@ -31,6 +31,8 @@ PROBES = 3
 """Descriptors by which two looks may differ, as probes come and go: what hundreds of connections leave is more."""
 WARM_S = 3.0
 SETTLE_S = 30.0
+RACES = 0.02
+"""Of guests: how many may get an answer that their server sent while their request was under way (`servers.late`)."""
 GUESTS = "late"
 """The hostile server that has clients of its own whose answers are looked at."""
 
@@ -96,7 +98,7 @@ class Outcome:
             f"answers of others: {self.hostile.mixed} {self.friendly.mixed}": bool(
                 self.hostile.mixed or self.friendly.mixed
             ),
-            f"answers of others: {self.guests.mixed}": len(self.guests.mixed) > guests / 1000,
+            f"answers of others: {self.guests.mixed}": len(self.guests.mixed) > guests * RACES,
             f"friends were not served: {dict(self.hostile.failures)}": bool(self.hostile.failures),
             f"not beside friendly ones either: {dict(self.friendly.failures)}": bool(self.friendly.failures),
             f"memory grew by {self.growth / MIB:.0f} MiB, allowed {bound / MIB:.0f}": self.growth > bound,

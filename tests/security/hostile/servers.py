@@ -142,15 +142,20 @@ async def breaking(wire: Wire, request: Received) -> None:
 async def late(wire: Wire, request: Received) -> None:
     """An honest answer, and soon another, unless the next request is there (A16).
 
-    To send it after lbproxy has sent the next request is what no proxy could notice.
+    To send it after lbproxy has sent the next request is what no proxy could notice; that happens now and then, as a
+    look and a write are two steps. So this is the end of the connection: one request at most gets another's answer.
     """
     await honestly(wire, request)
     await asyncio.sleep(random.choice((0.0, 0.0001, 0.001, 0.05, 0.5)))
+    if wire.reader._buffer:  # type: ignore[attr-defined]
+        return
     sock = socket.socket(fileno=os.dup(wire.writer.get_extra_info("socket").fileno()))
     with sock, contextlib.suppress(BlockingIOError):
         sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         return
     await wire.send(answer(b'{"choices":[{"message":{"content":"%s"}}]}' % _mark(request)))
+    await wire.watch()
+    wire.close()
 
 
 async def bomb(wire: Wire, _: Received) -> None:
