@@ -272,7 +272,7 @@ def request(plan: Plan, number: int, streamed: bool) -> bytes:
     body = json.dumps(fields | plan.extra).encode()
     more = "" if plan.keep_alive else "Connection: close\r\n"
     return (
-        f"POST /v1/completions HTTP/1.1\r\nHost: lb\r\nContent-Type: application/json\r\n"
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\n{more}\r\n"
     ).encode() + body
 

@@ -30,7 +30,10 @@ AT_A_TIME = 200
 
 def post(model: bytes, tokens: int) -> bytes:
     body = BODY % (model, tokens)
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: lb\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    )
     return head % len(body) + body
 
 
@@ -49,7 +52,7 @@ class Client:
         loop = asyncio.get_running_loop()
         await loop.sock_connect(self.sock, self._address)
         if self._kind == "idle":
-            await loop.sock_sendall(self.sock, b"GET /v1/models HTTP/1.1\r\nHost: lb\r\n\r\n")
+            await loop.sock_sendall(self.sock, b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
             await loop.sock_recv(self.sock, 4096)
         elif self._kind == "readers":
             await loop.sock_sendall(self.sock, post(b"hose", 1))
@@ -64,7 +67,7 @@ class Client:
             if self._kind == "heads":
                 await self._drip(b"POST /v1/completions HTTP/1.1\r\nX: ")
             elif self._kind == "bodies":
-                await self._drip(b"POST /v1/completions HTTP/1.1\r\nHost: lb\r\nContent-Length: 100000\r\n\r\n")
+                await self._drip(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n")
             elif self._kind == "idle":
                 await asyncio.get_running_loop().sock_recv(self.sock, 4096)
             else:

@@ -71,7 +71,7 @@ def ask(n):
         body = b'{"model":"sim","prompt":"x","max_tokens":1,"a":[' + b"{}," * (size // 3) + b"{}]}"
     try:
         with socket.create_connection((host, port), timeout=60) as sock:
-            head = f"POST /v1/completions HTTP/1.1\\r\\nHost: x\\r\\nConnection: close\\r\\n"
+            head = f"POST /v1/completions HTTP/1.1\\r\\nHost: localhost\\r\\nConnection: close\\r\\n"
             head += f"Content-Type: application/json\\r\\nContent-Length: {len(body)}\\r\\n\\r\\n"
             try:
                 sock.sendall(head.encode() + body)

@@ -142,7 +142,7 @@ def test_a_client_that_leaves_ends_the_work_in_the_engine(product: tuple[Process
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as sock:
             sock.sendall(
-                f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
                 f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
             )
             run(until(lambda: running() == 1, "running"))

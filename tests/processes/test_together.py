@@ -43,7 +43,7 @@ async def connected(listen: str, count: int) -> AsyncIterator[Clients]:
 
 def request(body: dict[str, object], more: str = "") -> bytes:
     data = json.dumps(body).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: lb\r\nContent-Type: application/json\r\n{more}"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{more}"
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 

@@ -11,14 +11,15 @@ import hashlib
 import hmac
 import re
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from pydantic import field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from lbproxy.config.section import Section, ShortSection
 from lbproxy.config.sections.clients import Address
 from lbproxy.config.text import ConfigError
-from lbproxy.config.values import ReadFromText, expected
+from lbproxy.config.values import ReadFromText, expected, read_host
 
 MIN_SECRET_CHARS = 16
 """A digest without salt is as good as a salted one where nobody can guess: 16 random letters and digits are 95 bits."""
@@ -83,11 +84,28 @@ class TlsSettings(Section):
         return check_path(value)
 
 
+MAX_ALLOWED_HOSTS = 100
+
+
 class ListenSettings(Address):
     """Where clients connect: `host:port`, or a mapping."""
 
+    allowed_hosts: Annotated[tuple[str, ...], Field(json_schema_extra={"maxItems": MAX_ALLOWED_HOSTS})] = ()
+    """Names in the Host of requests that are served, besides localhost, *.localhost and loopback addresses. Only where
+    lbproxy listens on loopback and needs no keys: there it refuses others, and web pages of other origins than `cors`
+    has, which any page could have a browser send."""
     tls: TlsSettings | None = None
     """The certificate for HTTPS, TLS 1.2 and later; a reload changes it. null = plain HTTP."""
+
+    @field_validator("allowed_hosts", mode="after")
+    @classmethod
+    def _check_hosts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if len(value) > MAX_ALLOWED_HOSTS:
+            raise expected(f"at most {MAX_ALLOWED_HOSTS} hosts")
+        hosts = [read_host(one) for one in value]
+        if None in hosts:
+            raise expected("names or addresses in a list, without ports, such as [llm.example]")
+        return tuple(host.strip("[]").removesuffix(".") for host in hosts if host is not None)
 
 
 def check_path(value: str) -> str:

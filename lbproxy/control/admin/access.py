@@ -15,7 +15,6 @@ does not exist, and one that is added later.
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from collections.abc import Awaitable, Callable
 
@@ -24,6 +23,7 @@ from aiohttp import web
 from lbproxy.config.sections.access import Secret
 from lbproxy.control.admin.made_token import MadeToken
 from lbproxy.core.requests.outcome import LbError, Outcome
+from lbproxy.net.listening.sites import is_address, is_cross_origin, is_loopback_name, name_of
 
 OPEN = frozenset({"/healthz", "/readyz", "/metrics"})
 PAGE = frozenset({"/", "/dashboard"})
@@ -62,7 +62,7 @@ def require(request: web.BaseRequest, token: Secret | None, made: Secret | None 
     UNAUTHORIZED: the token is not there, or is not right. FORBIDDEN: no token would help.
     """
     origin = request.headers.get("Origin")
-    if origin is not None and origin.partition("://")[2] != request.headers.get("Host"):
+    if origin is not None and is_cross_origin(origin, request.headers.get("Host", "")):
         raise LbError(Outcome.FORBIDDEN, "Requests from web pages of another origin are refused.")
     wanted = token or made
     given = request.headers.getall("Authorization", [])
@@ -97,21 +97,10 @@ def _is_unix(request: web.BaseRequest) -> bool:
 
 
 def _is_loopback(request: web.BaseRequest) -> bool:
-    try:
-        address = ipaddress.ip_address(request.remote or "")
-    except ValueError:
-        return False
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback
+    return is_address(request.remote or "") and is_loopback_name(request.remote or "")
 
 
 def _is_own_name(host: str) -> bool:
     """An address, or localhost: what no other machine's owner can have somebody call us."""
-    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-    if name.lower() == "localhost":
-        return True
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
+    name = name_of(host)
+    return is_loopback_name(name) or is_address(name)

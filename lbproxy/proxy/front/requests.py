@@ -18,14 +18,17 @@ from lbproxy.core.observed.trace import Sampling
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.proxy.exchange.exchanger import LARGE_BODY_BYTES, Exchanger
 from lbproxy.proxy.front.connection import ClientConnection
+from lbproxy.proxy.front.local import LocalRequests
 from lbproxy.proxy.front.overload import Overload
 from lbproxy.proxy.front.turn import Front, Turn
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.cors import Cors
 from lbproxy.proxy.request.forwarding import Forwarding
+from lbproxy.proxy.request.headers import RequestFields
 from lbproxy.proxy.request.keys import KeyRing
 from lbproxy.proxy.request.own_responses import error_response
 from lbproxy.proxy.request.reading import LargeFacts, Reading
+from lbproxy.proxy.request.routes import HEALTH_PATH
 from lbproxy.request_runtime import RequestRuntime
 
 ID_CHARS: Final = 24
@@ -49,6 +52,8 @@ class Requests(Front):
         """Connections are not kept alive any more."""
         self.draining = False
         """New requests are refused."""
+        self.local = LocalRequests()
+        """What is served where only this machine connects; the owner says whether it does."""
         self.running = 0
         """Requests that were read and have no complete response yet."""
         self.on_idle: Callable[[], None] | None = None
@@ -56,17 +61,16 @@ class Requests(Front):
         self._runtime = runtime
         self._rng = rng
         self._ids = _Ids()
-        self._instance = secrets.token_hex(6)
-        """Names this process in Via. It is no part of an id: servers are told it."""
         self.reconfigure(settings, exchanger)
 
     def reconfigure(self, settings: Settings, exchanger: Exchanger) -> None:
         """Apply other settings to requests that begin from now on."""
         self.exchanger = exchanger
         self.reading = Reading(settings, self._runtime)
+        self.local.reconfigure(settings.listen.allowed_hosts, settings.cors.origins)
         self.cors: Cors | None = Cors(settings.cors.origins) if settings.cors.origins else None
         """None = the settings allow no origins."""
-        self.forwarding = Forwarding(settings.forwarded, settings.trusted_proxies, self._instance)
+        self.forwarding = Forwarding(settings.forwarded, settings.trusted_proxies, self._ids.instance)
 
     # A request
 
@@ -86,6 +90,8 @@ class Requests(Front):
             if self.keys is not None:
                 record.key = self.keys.name_of(plain.credentials)
                 plain = plain._replace(credentials=b"")
+            elif self.local.applies:
+                self.local.require(plain.fields.host, plain.fields.origin)
             self.start_exchange(plain, turn)
         except LbError as error:
             turn.refuse(error)
@@ -108,6 +114,11 @@ class Requests(Front):
             self.overload.hold(turn, size)
         read, placed = self.reading.interpret(request, record, large)
         turn.start(read, placed)
+
+    def refuse_pages(self, fields: RequestFields, path: str) -> None:
+        """Raise LbError if a web page from elsewhere may have sent it, and nothing else keeps that out."""
+        if self.local.applies and self.keys is None and path != HEALTH_PATH:
+            self.local.require(fields.host, fields.origin)
 
     def refuse_loop(self, via: bytes) -> None:
         """Raise LbError if a request came from us."""
@@ -184,9 +195,11 @@ class _Ids:
     could be guessed, or sent again, might end another client's request, or the engine.
     """
 
-    __slots__ = ("_at", "_digits")
+    __slots__ = ("_at", "_digits", "instance")
 
     def __init__(self) -> None:
+        self.instance = secrets.token_hex(6)
+        """Names this process in Via. It is no part of an id: servers are told it."""
         self._digits = ""
         self._at = 0
 

@@ -26,6 +26,7 @@ from lbproxy.core.requests.outline import PARSE_AT_ONCE_BYTES
 from lbproxy.net.dialing.vanished import find_vanished
 from lbproxy.net.listening.bind import bind, bound_port
 from lbproxy.net.listening.listener import Listener, connections_within
+from lbproxy.net.listening.sites import is_loopback
 from lbproxy.proxy.exchange.adapter_calls import AdapterCalls
 from lbproxy.proxy.exchange.exchanger import Exchanger
 from lbproxy.proxy.front.bodies import read_body, read_large
@@ -116,6 +117,7 @@ class FrontEnd(web.Server):
         for sock in sockets:  # inherited by accepted sockets
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
             find_vanished(sock, self.deadlines.stall_s)
+        self.requests.local.applies = is_loopback(sockets)
         self.listener.start(sockets)
         return bound_port(sockets)
 
@@ -310,6 +312,7 @@ class FrontEnd(web.Server):
         requests.note_id(record, fields.request_id)
         target = origin_form(request.raw_path)
         record.path = target.partition("?")[0]
+        requests.refuse_pages(fields, record.path)
         if requests.cors is not None and (preflight := requests.cors.preflight(request.method, request.headers)):
             record.route = "preflight"
             turn.respond_to_preflight(preflight)  # without a key: browsers send none with it
