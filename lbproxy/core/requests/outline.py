@@ -61,7 +61,7 @@ _MODEL: Final = (
     rb'"(?:[mM]|\\u00[46][dD])(?:[oO]|\\u00[46][fF])(?:[dD]|\\u00[46]4)(?:[eE]|\\u00[46]5)(?:[lL]|\\u00[46][cC])"'
 )
 _MODEL_STRING: Final = re.compile(_MODEL)
-_NO_BRACKETS: Final = (b":", b",")
+_NO_BRACKETS: Final = frozenset((b":", b","))
 MODEL_KEY: Final = re.compile(rb"(?<!\\)" + _MODEL + rb"[ \t\r\n]*:[ \t\r\n]*")
 """The key `model` in each of its spellings, anywhere in a valid JSON text; in other case too, as some servers do not
 look at that. A quote that opens a string never follows a backslash. A quote that ends a string, and so only seems to

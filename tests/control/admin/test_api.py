@@ -567,7 +567,7 @@ def test_what_is_called_a_secret_is_one_by_its_type() -> None:
     none = {"EndpointSettings.kv_cache_tokens", "TlsSettings.key", "AuthSettings.keys"}
     none |= {"EndpointSettings.tokens_per_minute", "EndpointSettings.tokens_per_day"}
     none |= {"FlowSettings.tokens_per_minute", "EngineSettings.block_size_tokens"}
-    none |= {"ExplainSettings.header", "FlowsSettings.header"}
+    none |= {"ExplainSettings.header", "FlowsSettings.header", "EndpointSettings.forward_headers"}
     sections: list[type[BaseModel]] = [Settings]
     suspicious = set()
     for section in sections:
