@@ -40,7 +40,7 @@ _ARRAY: Final = 0xDD
 """Msgpack's for an array, before its length in four bytes, the highest first."""
 _encode: Final = msgspec.msgpack.Encoder().encode
 _encode_into: Final = msgspec.msgpack.Encoder().encode_into
-_CANNOT: Final = (UnicodeError, OverflowError, TypeError, RecursionError)
+_CANNOT = (UnicodeError, OverflowError, TypeError, RecursionError)
 """What msgspec raises for values that it cannot encode."""
 
 _MAX_WHY_CHARS: Final = 200
