@@ -11,11 +11,14 @@ import pytest
 
 from lbproxy.config.sections.access import MIN_SECRET_CHARS
 from lbproxy.config.tree import MAX_ENDPOINTS
+from lbproxy.control.admin import connections as admin
+from lbproxy.control.admin.feed import MAX_VIEWERS, STALLED_S
 from lbproxy.control.families.requests import MAX_LABEL_CHARS, MAX_MODEL_LABELS
+from lbproxy.net.listening.deadlines import LEAST_READ_RATE
 from lbproxy.net.listening.listener import HANDSHAKE_S
 from lbproxy.proxy.front.arrivals import GRACE_S, STOCK_S
 from lbproxy.proxy.front.connection import MAX_BUFFERED_BYTES
-from lbproxy.proxy.front.linger import LEAST_READ_RATE, LINGER_S, TLS_LINGER_S
+from lbproxy.proxy.front.linger import LINGER_S, TLS_LINGER_S
 from lbproxy.proxy.request.walk import MAX_EMPTY_BYTES, MAX_EXTENSION_BYTES
 from lbproxy.proxy.sockets.socket_relay import FRAMES_AT_ONCE
 
@@ -81,6 +84,11 @@ def test_the_bounds_on_the_page_are_those_of_the_code() -> None:
         f"{MAX_EXTENSION_BYTES >> 10} KiB of extensions",
         f"`client_stall` and {LEAST_READ_RATE >> 10} KiB a second; {LINGER_S:g} s when",
         f"its host has everything (TLS: {TLS_LINGER_S:g} s)",
+        f"{admin.MAX_HEAD_BYTES >> 10} KiB, 128 fields, 8 KiB a line",
+        f"{admin.HEAD_S:g} s from the head's first byte",
+        f"{admin.MAX_UNSENT_BYTES >> 20} MiB of all connections",
+        f"| {admin.STALL_S:g} s, and {LEAST_READ_RATE >> 10} KiB a second",
+        f"{MAX_VIEWERS} streams; a frame each | {STALLED_S:g} s a frame",
         f"of `json_body`; {FRAMES_AT_ONCE} in a turn",
     ):
         assert text in " ".join(PAGE.split()), text

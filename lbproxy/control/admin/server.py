@@ -22,6 +22,7 @@ from aiohttp import web
 from lbproxy.config.sections.access import Secret
 from lbproxy.control.admin.access import AdminAccess
 from lbproxy.control.admin.api import Api, ApiError
+from lbproxy.control.admin.connections import ACCEPTED_AT_ONCE, Connection, Connections
 from lbproxy.control.admin.dashboard.page import Dashboard
 from lbproxy.control.admin.made_token import MadeToken
 from lbproxy.core.endpoints.health import Health
@@ -36,6 +37,8 @@ logger = logging.getLogger("lbproxy")
 KEEP_ALIVE_S = 75.0
 MAX_BODY_BYTES = 64 << 10
 SERVER = "lbproxy"
+PAUSE_AFTER_PAGE = 3.0
+"""Times the time that a page took."""
 SPARE_DESCRIPTORS = 4
 """Kept for connections here: when clients and endpoints have all others, this is where one looks for the reason."""
 _NO_FOLDER = (
@@ -64,6 +67,47 @@ class Pages(Protocol):
         ...
 
 
+class _Page:
+    """One page in the making at a time, for all who asked before that began, and a quarter of the time at most: however
+    many ask, without a token, clients are served.
+    """
+
+    def __init__(self, metrics: Pages) -> None:
+        self._metrics = metrics
+        self._making = asyncio.Lock()
+        self._made: tuple[bytes, str] = (b"", "")
+        self._number = 0
+        """Of the page that was made."""
+        self._begun = 0
+        """Pages."""
+        self._next_at = 0.0
+        """When one may be begun."""
+        self._asking = 0
+        """Who will have the page; without any it is dropped."""
+
+    async def fresh(self) -> tuple[bytes, str]:
+        """A page that was begun after this call, and its content type."""
+        after = self._begun
+        self._asking += 1
+        try:
+            async with self._making:
+                if self._number <= after:
+                    loop = asyncio.get_running_loop()
+                    await asyncio.sleep(self._next_at - loop.time())
+                    self._begun += 1
+                    number, began_at = self._begun, loop.time()
+                    try:
+                        self._made, self._number = await self._metrics.page(), number
+                    finally:
+                        now = loop.time()
+                        self._next_at = now + PAUSE_AFTER_PAGE * (now - began_at)
+            return self._made
+        finally:
+            self._asking -= 1
+            if not self._asking:
+                self._made = (b"", "")
+
+
 class Admin:
     """One listener. `start`, then `close`."""
 
@@ -79,15 +123,16 @@ class Admin:
         """`made`: what becomes the token where `token` is None, and there is no Unix socket."""
         self._runtime = runtime
         self._front = front
-        self._metrics = metrics
+        self._page = _Page(metrics)
         self._api = api
         self._port: int | None = None
         self.listener: Listener | None = None
         """Set by `start`."""
+        self.connections = Connections(runtime.loop, runtime.pulse, _refusal_of_no_request)
         self.access = AdminAccess(token, made)
         middlewares = [_errors_as_json, self.access.middleware]
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=middlewares)
-        app.on_response_prepare.append(_name_server)
+        app.on_response_prepare.append(self._before_response)
         for path, handler in (("/healthz", _healthz), ("/readyz", self._readyz), ("/metrics", self._show_metrics)):
             app.router.add_get(path, handler)
         if api is not None:
@@ -113,8 +158,12 @@ class Admin:
         await self._runner.setup()
         server = self._runner.server
         assert server is not None
-        loop, options = asyncio.get_running_loop(), server._kwargs
-        self.listener = Listener(lambda: _Connection(server, loop=loop, **options), spares=SPARE_DESCRIPTORS)
+        loop, options, all_ = asyncio.get_running_loop(), server._kwargs, self.connections
+        self.listener = Listener(
+            lambda: Connection(all_, server, loop=loop, **options), room=all_.end_longest, spares=SPARE_DESCRIPTORS
+        )
+        self.listener.batch = lambda _: ACCEPTED_AT_ONCE
+        all_.on_closed = self.listener.refill
         self.listener.start(sockets)
         return self._port
 
@@ -150,6 +199,7 @@ class Admin:
         if self._api is not None:
             self._api.feed.close()
         await self._runner.cleanup()
+        self.connections.close()
         await self._remove_token()
 
     async def _remove_token(self) -> None:
@@ -159,6 +209,10 @@ class Admin:
         until = time.monotonic() + SHUTDOWN_S
         while thread.is_alive() and time.monotonic() < until:  # noqa: ASYNC110 - once in a lifetime
             await asyncio.sleep(0.005)
+
+    async def _before_response(self, _: web.Request, response: web.StreamResponse) -> None:
+        self.connections.hold_less()
+        response.headers["Server"] = SERVER  # aiohttp would tell its version and Python's
 
     async def _readyz(self, _: web.Request) -> web.Response:
         """200 while a client's request would find an endpoint."""
@@ -179,7 +233,7 @@ class Admin:
         return response
 
     async def _show_metrics(self, _: web.Request) -> web.Response:
-        body, content_type = await self._metrics.page()
+        body, content_type = await self._page.fresh()
         return web.Response(body=body, headers={"Content-Type": content_type})
 
 
@@ -192,8 +246,10 @@ def _json(status: int, body: bytes) -> web.Response:
     return web.Response(status=status, body=body, content_type="application/json")
 
 
-async def _name_server(_: web.Request, response: web.StreamResponse) -> None:
-    response.headers["Server"] = SERVER  # aiohttp would tell its version and Python's
+def _refusal_of_no_request(error: LbError) -> web.Response:
+    response = _refusal(error)
+    response.headers["Server"] = SERVER
+    return response
 
 
 @web.middleware
@@ -225,25 +281,3 @@ def _refusal(error: LbError, status: int | None = None) -> web.Response:
     response = _json(status or facts.status, error_body(error))
     response.headers[REASON_FIELD] = facts.code
     return response
-
-
-class _Connection(web.RequestHandler):
-    """aiohttp's, but for what it says of bytes that are no request."""
-
-    __slots__ = ()
-
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        """In the shape of all errors, and without a traceback in the log for whatever comes to this port."""
-        del request, message
-        if status >= 500:
-            logger.error("aiohttp failed", exc_info=exc)
-        response = _refusal(LbError(Outcome.INTERNAL_ERROR if status >= 500 else Outcome.BAD_REQUEST))
-        response.headers["Server"] = SERVER
-        response.force_close()
-        return response

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sockets that listen: opened, inherited, handed over to a successor, accepted from under a limit on descriptors.
 
-`listener` accepts, `bind` opens, `inherit` passes sockets on, `certificate` is TLS for clients, `notify` reports to
-systemd.
+`listener` accepts, `deadlines` limit how long who connected may take, `bind` opens, `inherit` passes sockets on,
+`certificate` is TLS for clients, `notify` reports to systemd.
 
 Imported by: `app`, `cli`, `control`, `data_plane`, `processes`, `proxy`. Never: what is sent on a connection.
 """

@@ -45,6 +45,8 @@ SHUTDOWN_S = 3600.0
 checks whether the peer reads, and whether it closes, too (proxy/front/linger.py)."""
 _TLS_HANDSHAKE = b"\x16"
 """The first byte of a TLS client (RFC 8446, section 5.1); no HTTP method begins with it."""
+ADMIN_SHARE = 0.05
+"""Of the descriptors, for connections of administrators: half of what `DESCRIPTOR_SHARE`, twice, leaves."""
 CONNECTIONS, DESCRIPTORS = "connections", "descriptors"
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _ABORTED = {
@@ -68,6 +70,11 @@ def connections_within(limit: int) -> int:
     return min(limit, int(DESCRIPTOR_SHARE * resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
 
 
+def admin_connections() -> int:
+    """How many connections administrators may have open: few, and none of the descriptors that clients may use."""
+    return min(128, max(8, int(ADMIN_SHARE * resource.getrlimit(resource.RLIMIT_NOFILE)[0])))
+
+
 class Listener:
     """Accepts from sockets, which it owns. `start`, then `close`."""
 
@@ -80,7 +87,8 @@ class Listener:
         spares: int = 1,
         not_tls: Callable[[], bytes] = bytes,
     ) -> None:
-        """`room`: whether one more connection may be served.
+        """`room`: whether one more connection may be served. Without a refusal it is asked for room where not even a
+        spare descriptor is left: it frees one, if it can, and calls `refill`.
 
         `refusal`: what is sent to a connection for which there is no room or no descriptor, before it is closed; None =
         the spare descriptors are used to serve it instead. `not_tls`: what is sent to one that does not speak TLS where
@@ -99,7 +107,7 @@ class Listener:
         """Of each connection without a protocol: since when its first byte is awaited, if it is."""
         self._tls: ssl.SSLContext | None = None
         self.batch: Callable[[bool], int] | None = None
-        """If other processes accept from the same sockets: how many to accept in this turn, as the process that wakes
+        """How many to accept in this turn, if other processes accept from the same sockets, as the process that wakes
         up first would take them all; 0: others first. True: they have had `GIVE_WAY_S` for that."""
         self.sockets: Sequence[socket.socket] = ()
         self.refused = {CONNECTIONS: 0, DESCRIPTORS: 0}
@@ -136,7 +144,7 @@ class Listener:
     def start(self, sockets: Sequence[socket.socket]) -> None:
         """Accept from now on."""
         self.sockets = sockets
-        self._refill()
+        self.refill()
         for sock in sockets:
             sock.setblocking(False)
             self._loop.add_reader(sock, self._accept, sock)
@@ -187,7 +195,7 @@ class Listener:
                     raise
                 self._exhausted(sock, error)
                 return
-            if self._room() or self._refusal is None:
+            if self._refusal is None or self._room():
                 self._serve(client)
             else:
                 self._refuse(client, CONNECTIONS)
@@ -250,6 +258,8 @@ class Listener:
     def _exhausted(self, sock: socket.socket, error: OSError) -> None:
         """Nothing can be accepted. Refuse with the spare descriptors, or serve with them, then pause."""
         self._log("no connection can be accepted: %s", error.strerror)
+        if not self._spares and self._refusal is None:
+            self._room()
         for _ in range(BATCH):
             if not self._spares:
                 break
@@ -257,13 +267,13 @@ class Listener:
             try:
                 client, _ = sock.accept()
             except OSError:
-                self._refill()
+                self.refill()
                 break
             if self._refusal is None:
                 self._serve(client)
             else:
                 self._refuse(client, DESCRIPTORS)
-                self._refill()
+                self.refill()
         self._stop_accepting()
         self._resume = self._loop.call_later(PAUSE_S, self._accept_again)
 
@@ -273,13 +283,14 @@ class Listener:
 
     def _accept_again(self) -> None:
         self._resume = None
-        self._refill()
+        self.refill()
         for sock in self.sockets:
             self._loop.add_reader(sock, self._accept, sock)
 
-    def _refill(self) -> None:
+    def refill(self) -> None:
+        """Hold as many spare descriptors again as there should be, if there are as many."""
         with contextlib.suppress(OSError):
-            while len(self._spares) < self._wanted_spares:
+            while self.sockets and len(self._spares) < self._wanted_spares:
                 self._spares.append(socket.socket())  # not connected: only a descriptor
 
     def _log(self, text: str, *arguments: object) -> None:

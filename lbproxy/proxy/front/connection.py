@@ -39,7 +39,7 @@ from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.net.connections.corked import Cork, Corked
 from lbproxy.net.connections.h1 import ProtocolError
-from lbproxy.proxy.front.deadlines import Deadlines
+from lbproxy.net.listening.deadlines import Deadlines
 from lbproxy.proxy.front.linger import Linger
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.forwarding import UNIX, Forwarding, Peer

@@ -18,6 +18,8 @@ import struct
 import termios
 from typing import Final
 
+from lbproxy.net.listening.deadlines import LEAST_READ_RATE
+
 LINGER_S = 2.0
 """How long received bytes are dropped, after the client's host has received the response."""
 TLS_LINGER_S = 10.0
@@ -27,8 +29,6 @@ HURRY_S = 0.25
 """The same during shutdown."""
 LOOK_S = 0.25
 """Between two checks of what it has received."""
-LEAST_READ_RATE: Final = 1 << 10
-"""Bytes a second that a client must take on average over `client_stall`: one at a time would take days."""
 _INT: Final = struct.Struct("i")
 
 

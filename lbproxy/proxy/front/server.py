@@ -25,13 +25,13 @@ from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.outline import PARSE_AT_ONCE_BYTES
 from lbproxy.net.dialing.vanished import find_vanished
 from lbproxy.net.listening.bind import bind, bound_port
+from lbproxy.net.listening.deadlines import Deadlines
 from lbproxy.net.listening.listener import Listener, connections_within
 from lbproxy.net.listening.sites import is_loopback
 from lbproxy.proxy.exchange.adapter_calls import AdapterCalls
 from lbproxy.proxy.exchange.exchanger import Exchanger
 from lbproxy.proxy.front.bodies import read_body, read_large
 from lbproxy.proxy.front.connection import CLOSE, KEEP, ClientConnection
-from lbproxy.proxy.front.deadlines import Deadlines
 from lbproxy.proxy.front.overload import Overload, Unmetered
 from lbproxy.proxy.front.requests import Requests
 from lbproxy.proxy.front.socket_turn import SocketTurn
@@ -92,7 +92,10 @@ class FrontEnd(web.Server):
         self.forwarding = self.requests.forwarding
         self.max_plain_body_bytes = min(settings.limits.json_body, PARSE_AT_ONCE_BYTES)
         self.cork = exchanger.connections.cork
-        self.deadlines = Deadlines(runtime, settings.timeouts, overload.arrivals)
+        head_s, stall_s = settings.timeouts.client_head, settings.timeouts.client_stall
+        self.deadlines = Deadlines(
+            runtime.loop, runtime.pulse, head_s=head_s, stall_s=stall_s, arrivals=overload.arrivals
+        )
         self._max_connections = settings.limits.connections
         self._runtime = runtime
         self._models = ModelList()
@@ -128,7 +131,7 @@ class FrontEnd(web.Server):
         self.overload.reconfigure(settings.limits)
         self.max_plain_body_bytes = min(settings.limits.json_body, PARSE_AT_ONCE_BYTES)
         self._max_connections = settings.limits.connections
-        self.deadlines.reconfigure(settings.timeouts)
+        self.deadlines.reconfigure(head_s=settings.timeouts.client_head, stall_s=settings.timeouts.client_stall)
         self._kwargs["keepalive_timeout"] = settings.timeouts.client_idle
         for sock in self.listener.sockets:
             find_vanished(sock, self.deadlines.stall_s)

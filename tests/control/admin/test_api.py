@@ -20,7 +20,7 @@ from lbproxy.config.parse import parse, without_secrets
 from lbproxy.config.sections.access import Secret
 from lbproxy.config.text import ConfigError
 from lbproxy.config.tree import Settings
-from lbproxy.control.admin import feed
+from lbproxy.control.admin import connections, feed
 from lbproxy.control.admin.api import Api
 from lbproxy.control.admin.server import Admin
 from lbproxy.control.admin.state import State
@@ -36,6 +36,7 @@ from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.queue.ticket import TicketState, Wait
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
+from lbproxy.net.listening import deadlines
 from lbproxy.runtime import Runtime
 from tests.control.rig import ADMIN_TOKEN, BEARER, Rig, admin_site, rig
 from tests.support.aio import run, until
@@ -267,6 +268,26 @@ def test_draining_what_was_removed_says_how_far_it_is() -> None:
     run(main())
 
 
+def test_a_body_that_stops_gets_408(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(connections, "HEAD_S", 0.3)
+    monkeypatch.setattr(deadlines, "SWEEP_S", 0.05)
+
+    async def main() -> None:
+        async with site() as (made, _):
+            reader, writer = await asyncio.open_connection("127.0.0.1", made.admin.port)
+            writer.write(
+                b"POST /admin/endpoints HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+                b"Authorization: Bearer %b\r\nContent-Length: 99\r\n\r\n{" % ADMIN_TOKEN.encode()
+            )
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+            writer.close()
+            assert head.startswith(b"HTTP/1.1 408 ")
+            assert json.loads(body)["error"]["code"] == "request_timeout"
+
+    run(main())
+    assert not caplog.records
+
+
 # --- The feed ---------------------------------------------------------------------------------------------------------
 
 
@@ -313,6 +334,27 @@ def test_viewers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             assert code(await client.get("/admin/events")) == (503, "too_many_viewers")
             made.api.feed.close()
             assert (await one.aread()).count(b"event: state") >= 1, "and it ends when lbproxy does"
+
+    run(main())
+
+
+def test_a_viewer_that_reads_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those who read go on."""
+    monkeypatch.setattr(feed, "STALLED_S", 0.5)
+    monkeypatch.setattr(feed, "PERIOD_S", 0.05)
+
+    async def main() -> None:
+        async with site() as (made, client):
+            made.api.feed._render = lambda: {"large": "x" * (4 << 20)}
+            _, writer = await asyncio.open_connection("127.0.0.1", made.admin.port, limit=1 << 10)
+            writer.write(b"GET /admin/events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            async with client.stream("GET", "/admin/events") as other:
+                parts = other.aiter_raw()
+                await until(lambda: made.api.feed.viewers == 2)
+                while made.api.feed.viewers == 2:
+                    await anext(parts)
+                await anext(parts)
+            writer.close()
 
     run(main())
 

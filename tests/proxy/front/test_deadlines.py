@@ -18,11 +18,12 @@ from aiohttp.streams import StreamReader
 from lbproxy.config.tree import Settings
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.requests.outcome import LbError, Outcome
-from lbproxy.proxy.front import arrivals, bodies, deadlines
+from lbproxy.net.listening import deadlines
+from lbproxy.net.listening.deadlines import LEAST_READ_RATE
+from lbproxy.proxy.front import arrivals, bodies
 from lbproxy.proxy.front.arrivals import Arrivals
-from lbproxy.proxy.front.linger import LEAST_READ_RATE
 from lbproxy.proxy.front.overload import Overload, Unmetered
-from lbproxy.request_runtime import RequestRuntime
+from lbproxy.pulse import Pulse
 from tests.support.aio import run, until, virtually
 from tests.support.endpoint import LAST, STREAM_HEAD, Received, ScriptedEndpoint, Wire, chunk, event, hang
 from tests.support.rig import post, rig, settings_for
@@ -280,11 +281,13 @@ class Reads:
 
 
 async def cut_after_s(unsent: Callable[[float], float], within_s: float) -> float | None:
-    settings = settings_for(["http://10.0.0.1:8000"])
     loop = asyncio.get_running_loop()
     pulse = SimpleNamespace(stood_still_since=lambda _: False)
-    runtime = cast(RequestRuntime, SimpleNamespace(loop=loop, pulse=pulse))
-    watching, client = deadlines.Deadlines(runtime, settings.timeouts, Arrivals(loop.time)), Reads(unsent)
+    limits = settings_for(["http://10.0.0.1:8000"]).timeouts
+    watching = deadlines.Deadlines(
+        loop, cast(Pulse, pulse), head_s=limits.client_head, stall_s=limits.client_stall, arrivals=Arrivals(loop.time)
+    )
+    client = Reads(unsent)
     watching.write_stalled(client)
     await asyncio.sleep(within_s)
     watching.close()

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from lbproxy.proxy.front.linger import LEAST_READ_RATE, LINGER_S, LOOK_S, Linger
+from lbproxy.net.listening.deadlines import LEAST_READ_RATE
+from lbproxy.proxy.front.linger import LINGER_S, LOOK_S, Linger
 from tests.support.aio import virtually
 
 STALL_S = 60.0

@@ -17,7 +17,8 @@ from websockets.exceptions import ConnectionClosed
 from lbproxy.core.endpoints.credentials import ApiKey, Proxy, Tls
 from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.proxy.front import arrivals, deadlines
+from lbproxy.net.listening import deadlines
+from lbproxy.proxy.front import arrivals
 from lbproxy.proxy.front.socket_turn import SocketTurn
 from lbproxy.proxy.sockets import socket_relay as relay_module
 from tests.support.aio import run, until

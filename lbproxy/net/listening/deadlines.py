@@ -1,27 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The deadlines of a client: to complete a head that it began, and to read what it is sent.
+"""The deadlines of who connects to a listener: to complete a head that it began, and to read what it is sent.
 
 One sweep a second checks all connections with a deadline, and none runs without any: a timer for each would cost more
-than the precision is worth. So are bodies and frames that arrive (proxy/front/arrivals.py); the idle time-out is
-aiohttp's.
+than the precision is worth. So are clients' bodies and frames that arrive (proxy/front/arrivals.py); the idle time-out
+is aiohttp's.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from typing import Protocol
+from collections.abc import Callable
+from typing import Final, Protocol
 
-from lbproxy.config.sections.clients import TimeoutSettings
-from lbproxy.proxy.front.arrivals import Arrivals
-from lbproxy.proxy.front.linger import LEAST_READ_RATE
-from lbproxy.request_runtime import RequestRuntime
+from lbproxy.pulse import Pulse
 
+LEAST_READ_RATE: Final = 1 << 10
+"""Bytes a second that a client must take on average over `stall_s`: one at a time would take days."""
 SWEEP_S = 1.0
 
 
 class WatchedClient(Protocol):
-    """A client's connection."""
+    """A connection that was accepted."""
 
     transport: asyncio.Transport | None
 
@@ -30,27 +30,54 @@ class WatchedClient(Protocol):
         ...
 
 
-class Deadlines:
-    """The deadlines of all clients. Every method is O(1) except the sweep, which is linear in the watched clients."""
+class Arriving(Protocol):
+    """What else is checked in the sweep: see proxy/front/arrivals.py."""
 
-    def __init__(self, runtime: RequestRuntime, timeouts: TimeoutSettings, arrivals: Arrivals) -> None:
-        self._loop = runtime.loop
-        self._pulse = runtime.pulse
+    on_begin: Callable[[], None]
+
+    def __len__(self) -> int:
+        """How many there are."""
+        ...
+
+    def end_overdue(self) -> None:
+        """Give up what is too slow."""
+        ...
+
+
+class Deadlines:
+    """The deadlines of all clients of a listener. Every method is O(1) except the sweep, which is linear in the watched
+    clients.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        pulse: Pulse,
+        *,
+        head_s: float,
+        stall_s: float,
+        arrivals: Arriving | None = None,
+    ) -> None:
+        """`head_s`, `stall_s`: see `reconfigure`."""
+        self._loop = loop
+        self._pulse = pulse
         self._arrivals = arrivals
-        arrivals.on_begin = self._arm
+        if arrivals is not None:
+            arrivals.on_begin = self._arm
         self._armed_at = 0.0
         self._postponed = False
         """The last sweep was postponed, because lbproxy itself was stopped."""
-        self.reconfigure(timeouts)
+        self.reconfigure(head_s=head_s, stall_s=stall_s)
         self._heads: dict[WatchedClient, float] = {}
-        self._stalls: dict[WatchedClient, tuple[float, int]] = {}
-        """By when more must have been read, and how many bytes were unsent at the last look."""
+        self._stalls: dict[WatchedClient, tuple[float, int, asyncio.Transport]] = {}
+        """By when more must have been read, how many bytes were unsent at the last look, and the transport, which
+        aiohttp may have closed by then: what is unsent keeps it open."""
         self._timer: asyncio.TimerHandle | None = None
 
-    def reconfigure(self, timeouts: TimeoutSettings) -> None:
-        """Apply other limits to what begins from now on."""
-        self._head_s = timeouts.client_head
-        self.stall_s = timeouts.client_stall
+    def reconfigure(self, *, head_s: float, stall_s: float) -> None:
+        """Apply other limits, in seconds, to what begins from now on."""
+        self._head_s = head_s
+        self.stall_s = stall_s
         """How long a client may read nothing of what it is sent, or less than `LEAST_READ_RATE`."""
 
     def head_due(self, client: WatchedClient) -> None:
@@ -64,8 +91,10 @@ class Deadlines:
 
     def write_stalled(self, client: WatchedClient) -> None:
         """The client's buffer is full."""
-        self._stalls[client] = (self._loop.time() + self.stall_s, _unsent(client))
-        self._arm()
+        transport = client.transport
+        if transport is not None:
+            self._stalls[client] = (self._loop.time() + self.stall_s, transport.get_write_buffer_size(), transport)
+            self._arm()
 
     def write_resumed(self, client: WatchedClient) -> None:
         """The client's buffer has room again."""
@@ -98,18 +127,14 @@ class Deadlines:
             if now >= deadline:
                 self.head_complete(client)
                 client.head_is_late()
-        for client, (due_at, size) in list(self._stalls.items()):
-            unsent = _unsent(client)
+        for client, (due_at, size, transport) in list(self._stalls.items()):
+            unsent = transport.get_write_buffer_size()
             deadline = min(due_at + max(0, size - unsent) / LEAST_READ_RATE, now + self.stall_s)
-            self._stalls[client] = (deadline, unsent)
+            self._stalls[client] = (deadline, unsent, transport)
             if now >= deadline:
                 self.write_resumed(client)
-                if client.transport is not None:
-                    client.transport.abort()
-        self._arrivals.end_overdue()
+                transport.abort()
+        if self._arrivals is not None:
+            self._arrivals.end_overdue()
         if self._heads or self._stalls or self._arrivals:
             self._arm()
-
-
-def _unsent(client: WatchedClient) -> int:
-    return 0 if client.transport is None else client.transport.get_write_buffer_size()
