@@ -35,6 +35,11 @@ def _fields(data: bytes) -> int:
     return data.count(b"\n") - 2
 
 
+def _model_in_other_case(data: bytes) -> bool:
+    value = json.loads(data)
+    return isinstance(value, dict) and any(key != "model" and key.lower() == "model" for key in value)
+
+
 def _deep(data: bytes) -> bool:
     depth = deepest = 0
     for byte in re.sub(rb'"(?:[^"\\]|\\.)*"', b"", data, flags=re.DOTALL):
@@ -139,6 +144,10 @@ RULES = [
         "UTF-16 and UTF-32",
         "RFC 8259, 8.1: JSON between systems is UTF-8",
         lambda data: not json.detect_encoding(data).startswith("utf-8"),
+    ),
+    *(
+        Rule(fuzzer, "`model` in other case", "some servers read it as `model`, others do not", _model_in_other_case)
+        for fuzzer in ("bodies", "agents")
     ),
     Rule("bodies", "nested deeper than 900", "a bound, where Python's own depends on its stack", _deep),
 ]

@@ -26,6 +26,8 @@ from tests.support.workers import WORKERS, with_workers
 
 LBPROXY = shlex.split(os.environ.get("LBPROXY_COMMAND", "")) or [sys.executable, "-m", "lbproxy"]
 """What is tested. LBPROXY_COMMAND names another: an installed release, or a build from another folder."""
+LISTEN = "listen: {host: 127.0.0.1, port: 0, allowed_hosts: [lb]}"
+"""The clients' listener of a process; `lb` is the Host of the requests that tests write themselves."""
 TOKENS = tempfile.TemporaryDirectory(prefix="lbproxy-tokens-")
 """Where lbproxy puts the token for changes by its admin API."""
 
@@ -162,7 +164,7 @@ def _settings(folder: Path, endpoints: list[str], more: str) -> str:
     more = more if "drain:" in more else f"drain: {{lame_duck: 0s}}\n{more}"
     config = folder / "cfg.yaml"
     listing = "".join(f"  - {url}\n" for url in endpoints)
-    config.write_text(f"listen: 127.0.0.1:0\nadmin: 127.0.0.1:0\n{more}\nendpoints:\n{listing}")
+    config.write_text(f"{LISTEN}\nadmin: 127.0.0.1:0\n{more}\nendpoints:\n{listing}")
     return str(config)
 
 
