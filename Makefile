@@ -42,7 +42,8 @@ OTHERS := tests/benchmarks tests/real tests/clients tests/loadgens tests/fixture
 AS_PYTHON := $(filter-out $(SOCKETS) $(OTHERS),$(patsubst %/,%,$(wildcard tests/*/)) $(wildcard tests/test_*.py))
 # Of those that run compiled, the files with tests that replace methods, which compiled classes do not allow.
 REPLACING := tests/net/connections/test_pool.py \
-    $(addprefix tests/proxy/,$(addprefix exchange/test_,defects.py opened.py patience.py stages.py) front/test_server.py) \
+    $(addprefix tests/proxy/,$(addprefix exchange/test_,defects.py opened.py patience.py stages.py) front/test_server.py \
+    request/test_routes.py) \
     $(addprefix tests/workers/test_,link.py worker_server.py)
 MEASURING := $(addprefix tests/benchmarks/test_,overhead.py overhead_guard.py)
 # What runs once more with the data path of a worker process, linked to the balancer by sockets: the rest of what matters

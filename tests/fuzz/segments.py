@@ -75,7 +75,9 @@ def check(data: bytes, _: random.Random) -> str:
     """See the module."""
     try:
         value = load_json(data)
-        whole = "refused" if isinstance(value, list) else repr(value)  # a text, in which NaN equals NaN; no list is a body
+        whole = (
+            "refused" if isinstance(value, list) else repr(value)
+        )  # a text, in which NaN equals NaN; no list is a body
     except LbError:
         whole = "refused"
     try:

@@ -145,10 +145,7 @@ RULES = [
         "RFC 8259, 8.1: JSON between systems is UTF-8",
         lambda data: not json.detect_encoding(data).startswith("utf-8"),
     ),
-    *(
-        Rule(fuzzer, "`model` in other case", "some servers read it as `model`, others do not", _model_in_other_case)
-        for fuzzer in ("bodies", "agents")
-    ),
+    Rule("bodies", "`model` in other case", "some servers read it as `model`, others do not", _model_in_other_case),
     Rule("bodies", "nested deeper than 900", "a bound, where Python's own depends on its stack", _deep),
 ]
 

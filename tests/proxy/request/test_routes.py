@@ -19,11 +19,15 @@ from lbproxy.proxy.request.legs import NIXL_FIRST, OWN_FIELDS, Bodies
 from lbproxy.proxy.request.reading import Reading
 from lbproxy.proxy.request.routes import _LORA_PATHS, _ROUTES, Body, Form, find_route, form_of, served_path
 from lbproxy.request_runtime import RequestRuntime
+from tests.support.compiled import interpreted
 from tests.support.rig import settings_for
 
 CHAT = "/v1/chat/completions"
 JSON_ROUTES = sorted(path for path, route in _ROUTES.items() if route.body is Body.JSON)
 PARAMS = {"do_remote_prefill": True}
+
+
+pytestmark = interpreted
 
 
 class TwoModels:
