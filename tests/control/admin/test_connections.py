@@ -298,6 +298,24 @@ def test_a_page_is_not_made_for_who_is_gone() -> None:
     run(main())
 
 
+@pytest.mark.usefixtures("hurried")
+def test_what_is_unsent_when_half_a_head_ends_the_connection_keeps_it_no_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """aiohttp has no transport any more then."""
+    monkeypatch.setattr(connections, "STALL_S", 2.0)
+
+    async def main() -> None:
+        async with site() as clients:
+            await clients.connect(GET % b"/metrics")
+            await until(lambda: clients.site.large.asked)
+            clients.all[0].send(b"GET / HT")
+            await until(lambda: clients.open)
+            await until(lambda: clients.open == 0, within_s=10.0)
+
+    run(main())
+
+
 # How much
 
 
@@ -376,6 +394,24 @@ def test_of_pipelined_requests_one_waits_and_no_more_is_read() -> None:
             while received.count(b"HTTP/1.1 200 ") < 41:
                 received += await read(client, 1 << 20)
             await sending
+
+    run(main())
+
+
+def test_of_many_small_requests_in_one_read_one_waits() -> None:
+    """Parsed, a request of 30 bytes holds some kilobytes."""
+
+    async def main() -> None:
+        async with site() as clients:
+            clients.site.large.may_be_read.clear()
+            client = await clients.connect(GET % b"/metrics" + GET % b"/healthz" * 30)
+            await until(lambda: clients.site.large.asked)
+            (connection,) = clients.site.admin.connections._open
+            assert len(connection._messages) <= 1
+            clients.site.large.may_be_read.set()
+            received = b""
+            while received.count(b"HTTP/1.1 200 ") < 31:
+                received += await read(client, 1 << 20)
 
     run(main())
 
