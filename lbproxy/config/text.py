@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import yaml
 
@@ -96,28 +96,6 @@ def one_line(text: str, limit: int = 80) -> str:
     """A short line of printable characters: what is refused still reaches a terminal or a log."""
     line = "".join(char if char.isprintable() else " " for char in text[: limit + 1])
     return line if len(line) <= limit else line[:limit] + "..."
-
-
-_MIN_INTEGER: Final = -(1 << 63)
-_MAX_INTEGER: Final = (1 << 64) - 1
-
-
-def encodable(value: Any) -> Any:
-    """The same, as UTF-8, msgpack and JSON can have it: lone surrogates in texts as escapes, integers within 64 bits.
-
-    Python's json reads both from what clients send. For values, lists, dictionaries and msgspec's Structs of them.
-    """
-    if isinstance(value, str):
-        return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
-    if isinstance(value, int) and not isinstance(value, bool):
-        return max(_MIN_INTEGER, min(value, _MAX_INTEGER))
-    if hasattr(value, "__struct_fields__"):
-        return type(value)(*(encodable(getattr(value, field)) for field in value.__struct_fields__))
-    if isinstance(value, (tuple, list)):
-        return [encodable(one) for one in value]
-    if isinstance(value, dict):
-        return {encodable(key): encodable(one) for key, one in value.items()}
-    return value
 
 
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_-]{1,64}")

@@ -83,7 +83,8 @@ class Placing:
             ticket.placement = ticket.load.place(ticket.request, now)
             self.advice.demand.placed(ticket.placement)
         if state.allowance is not None:
-            ticket.reserved_tokens = state.allowance.reserve(ticket.request, now, counted=ticket.counted)
+            counted = ticket.response_tokens if ticket.counted else None
+            ticket.reserved_tokens = state.allowance.reserve(ticket.request, now, counted=counted)
         assert ticket.flow is not None
         ticket.flow.in_flight += 1
         self._flows.placed(ticket, now)
@@ -120,8 +121,8 @@ class Placing:
             if tokens:
                 self._flows.progress(ticket, tokens, now)
                 if state.allowance is not None:
-                    reserved = ticket.reserved_tokens
-                    ticket.reserved_tokens = state.allowance.written(reserved, ticket.response_tokens, now)
+                    request, reserved, written = ticket.request, ticket.reserved_tokens, ticket.response_tokens
+                    ticket.reserved_tokens = state.allowance.written(request, reserved, written, now)
             if ticket.load is not None and ticket.placement is not None:
                 ticket.load.progress(ticket.placement, tokens, now)
 

@@ -20,12 +20,12 @@ from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, Trace
 from opentelemetry.util.types import AttributeValue
 
 from lbproxy import __version__
-from lbproxy.config.text import encodable
 from lbproxy.core.endpoints.endpoint import Endpoint
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.observed.trace import Attempt, Trace
 from lbproxy.core.policies.explain import Decision
 from lbproxy.core.queue.flow import ANONYMOUS
+from lbproxy.core.requests.encodable import encodable_text
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import DECODE, PREFILL, Usage
 
@@ -281,5 +281,4 @@ def _some(attributes: Mapping[str, AttributeValue | None]) -> Attributes:
 
 def _text(text: str) -> str:
     """What others wrote, bounded, and such that UTF-8 can say it: one that it cannot would lose a whole export."""
-    said: str = encodable(text[:MAX_CHARS])
-    return said
+    return encodable_text(text[:MAX_CHARS])

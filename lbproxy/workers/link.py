@@ -23,7 +23,7 @@ from typing import Any, Final, Generic, TypeAlias, TypeVar, cast
 
 import msgspec
 
-from lbproxy.config.text import encodable
+from lbproxy.core.requests.encodable import encodable
 
 logger = logging.getLogger("lbproxy")
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from lbproxy.core.capacity.bucket import Bucket, Day, Spent, resized
-from lbproxy.core.requests.request import DECODE, InferenceRequest, Usage
+from lbproxy.core.requests.request import BYTES_PER_TOKEN, DECODE, InferenceRequest, Usage
 
-BYTES_PER_TOKEN: Final = 4.0
 FIRST_GUESS_TOKENS: Final = 200.0
 """The assumed length of a response, before there was one."""
 STEP: Final = 0.1
@@ -68,9 +67,7 @@ class Allowance:
         response, most = self._mean_response_tokens, request.max_tokens
         if most is not None and most < response:
             response = float(most)
-        if request.leg == DECODE:
-            return response
-        return (request.prompt_bytes or request.body_bytes) / BYTES_PER_TOKEN + response
+        return _prompt_tokens(request) + response
 
     def wait_s(self, tokens: float, now: float) -> float:
         """In how many seconds one more request of so many tokens is within the limits per time; 0 = now."""
@@ -83,26 +80,27 @@ class Allowance:
             wait = max(wait, self._day.wait_s(tokens, now))
         return wait
 
-    def reserve(self, request: InferenceRequest, now: float, *, counted: bool = False) -> float:
-        """Count a request that is placed there, unless that was `counted` before. Returns the tokens that it reserves,
-        for `settle`.
+    def reserve(self, request: InferenceRequest, now: float, *, counted: int | None = None) -> float:
+        """Count a request that is placed there. `counted`: that was done before, with so many tokens of its response;
+        None = it was not. Returns the tokens that it reserves, for `settle`.
         """
         tokens = self.expected_tokens(request)
-        if counted:
-            return tokens
+        if counted is not None:
+            return max(tokens, _prompt_tokens(request) + counted)
         if self._requests is not None:
             self._requests.take(1.0)
         self._take(tokens, now)
         return tokens
 
-    def written(self, reserved: float, tokens: int, now: float) -> float:
+    def written(self, request: InferenceRequest, reserved: float, tokens: int, now: float) -> float:
         """Count what an unfinished response has beyond what its request reserved. `tokens`: of the response so far.
         Returns what is reserved now.
         """
-        if tokens <= reserved:
+        used = _prompt_tokens(request) + tokens
+        if used <= reserved:
             return reserved
-        self._take(tokens - reserved, now)
-        return float(tokens)
+        self._take(used - reserved, now)
+        return used
 
     def settle(self, reserved: float, used: float, usage: Usage | None, now: float) -> None:
         """Correct what a request reserved, by what it used: tokens of the prompt and the response. `usage`: as the
@@ -151,3 +149,8 @@ class Allowance:
         if self._day is not None:
             shares.append(("tokens_per_day", self._day.used(now) / self._day.size))
         return tuple(shares)
+
+
+def _prompt_tokens(request: InferenceRequest) -> float:
+    """About how many tokens the prompt has. That of a second leg was counted with the first."""
+    return 0.0 if request.leg == DECODE else (request.prompt_bytes or request.body_bytes) / BYTES_PER_TOKEN

@@ -39,14 +39,14 @@ class Context:
         share_ahead: float = -1.0,
         newest_first: bool = False,
     ) -> None:
-        self.now = now
-        self.explains = explains
+        self.now: Final = now
+        self.explains: Final = explains
         """The parts of a price are to be noted in it."""
-        self.any_held = any_held
+        self.any_held: Final = any_held
         """Some requests are held for an endpoint."""
-        self.share_ahead = share_ahead
+        self.share_ahead: Final = share_ahead
         """The share of held requests that precedes this one; below 0: those with less work precede it."""
-        self.newest_first = newest_first
+        self.newest_first: Final = newest_first
         """The newest held requests are served first (`core.queue.queue_overload`)."""
 
 

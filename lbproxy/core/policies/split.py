@@ -15,15 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
-from typing import Final, cast
+from typing import cast
 
 from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.engines.handover import Role
 from lbproxy.core.policies.policy import NEVER_SPLIT, PRICED, Context, Policy, Prices
-from lbproxy.core.requests.request import DECODE, PREFILL, InferenceRequest
-
-BYTES_PER_TOKEN: Final = 4.0
-"""Where prompts are not read."""
+from lbproxy.core.requests.request import BYTES_PER_TOKEN, DECODE, PREFILL, InferenceRequest
 
 
 class _Notes:

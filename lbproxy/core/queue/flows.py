@@ -35,7 +35,7 @@ from lbproxy.core.queue.flow import (
     Refusal,
 )
 from lbproxy.core.queue.ticket import Ticket
-from lbproxy.core.requests.request import DECODE, MAX_TIER, InferenceRequest, Usage
+from lbproxy.core.requests.request import BYTES_PER_TOKEN, DECODE, MAX_TIER, InferenceRequest, Usage
 
 MAX_FLOWS: Final = 1024
 """In addition to those in the settings."""
@@ -43,8 +43,6 @@ OTHERS: Final = "others"
 """The flow of requests for whose flow the table has no room."""
 OUTPUT_COST: Final = 2.0
 """The cost of a response token, relative to an uncached prompt token."""
-BYTES_PER_TOKEN: Final = 4.0
-"""Where prompts are not read."""
 FIRST_BINARY_TOKENS: Final = 1000.0
 """For audio, an image or a file, before an endpoint reported the tokens of any: its bytes do not show them."""
 BINARY_MODELS: Final = 64

@@ -15,7 +15,7 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from lbproxy.config.text import encodable
+from lbproxy.core.requests.encodable import encodable
 
 VERSION: Final = 2
 """To be increased with each change of what is told. Replicas of another version are not understood."""

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
-from lbproxy.config.text import encodable
 from lbproxy.core.endpoints.endpoint_set import EndpointSet
 from lbproxy.core.queue.flows import Flows
 from lbproxy.core.queue.stored_responses import StoredResponse
@@ -32,6 +31,7 @@ from lbproxy.core.replicas.batches import (
     Stored,
     pack_keys,
 )
+from lbproxy.core.requests.encodable import encodable_text
 from lbproxy.core.requests.request import DECODE, Usage
 
 MAX_NOTES: Final = 20_000
@@ -225,9 +225,7 @@ class _Writer:
         return pack_keys(keys)
 
     def _name(self, name: str) -> str:
-        if not name.isascii():
-            name = encodable(name)
-        name = name[:MAX_NAME_CHARS]
+        name = encodable_text(name)[:MAX_NAME_CHARS]
         self._keys += len(name) // 2
         return name
 

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import orjson
 
+from lbproxy.core.requests.outline import is_light
 from lbproxy.core.requests.request import Usage
 from lbproxy.core.responses.json_walk import JsonWalk
 
@@ -115,7 +116,11 @@ def _count(value: object) -> int | None:
 
 
 def read_native_body(body: bytes) -> Usage | None:
-    """Return the usage of a body of an engine's own API: of several responses the sum."""
+    """Return the usage of a body of an engine's own API: of several responses the sum. None if it takes too long to
+    read.
+    """
+    if not is_light(body):
+        return None
     try:
         said = orjson.loads(body)
     except orjson.JSONDecodeError:

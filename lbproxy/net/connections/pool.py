@@ -206,9 +206,9 @@ class Connection:
                 self._transport.resume_reading()
 
     def walk_on(self) -> None:
-        """Called by the backlog: walk more of a read."""
-        if self._receiver is None or self._framing is None or self._paused:
-            return  # `resume` adds it again
+        """Called by the backlog: walk more of a read. No effect if that is done: `resume` can make it due twice."""
+        if self._receiver is None or self._framing is None or self._paused or not self._buffer:
+            return
         data, self._buffer = self._buffer, b""
         self.patience.heard(self._loop.time())  # that it waited is not the endpoint's silence
         transport = self._transport

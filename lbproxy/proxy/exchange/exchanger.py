@@ -14,6 +14,7 @@ from lbproxy.core.engines.orca import read_field
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.policies.explain import compact
 from lbproxy.core.queue.ticket import Ticket
+from lbproxy.core.requests.request import BYTES_PER_TOKEN
 from lbproxy.net.connections.h1 import ResponseHead
 from lbproxy.net.connections.patience import Limits
 from lbproxy.net.connections.pool import ConnectionPool
@@ -88,12 +89,10 @@ def origin_of(ticket: Ticket) -> Origin:
     return Origin.parse(endpoint.base_url, endpoint.tls, endpoint.proxy)
 
 
-BYTES_PER_TOKEN: Final = 4.0
-"""Of text, at most: what clients send must not make tokens look larger."""
-
-
 def bytes_per_token(ticket: Ticket) -> float:
-    """About how many bytes of text a token has, as far as the prompt of a placed request shows that."""
+    """About how many bytes of text a token has, as far as the prompt of a placed request shows that. Not more than
+    usual: what clients send must not make tokens look larger.
+    """
     request = ticket.request
     if not request.prompt_bytes or request.media_tokens:
         return BYTES_PER_TOKEN

@@ -51,7 +51,6 @@ MIN_LEFT_S: Final = 1.0
 """What the second leg has of `timeouts.first_byte` at least, however long the first took."""
 RELEASE_S: Final = 0.2
 """After so long a decode endpoint has read the request that is to be dropped there."""
-MAX_BOOTSTRAP_BYTES: Final = 256 << 10
 
 
 class Owner(Protocol):

@@ -151,6 +151,7 @@ class Overload:
             self.refused[BODIES] += 1
             loser = self.arrivals.make_room(holder, claim or size) if fits else None
             if loser is None:
+                self.arrivals.end(holder)
                 raise LbError(Outcome.OVERLOADED)
             self.release(loser)
         self.held_bytes += size

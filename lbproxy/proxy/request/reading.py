@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple, TypeAlias
 
-from lbproxy.config.text import encodable
 from lbproxy.config.tree import Settings
 from lbproxy.core.endpoints.endpoint import Endpoint
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.queue.flows import FlowRules
+from lbproxy.core.requests.encodable import encodable_text
 from lbproxy.core.requests.forms import FormWalk, find_form_name, read_form_model
 from lbproxy.core.requests.large_json import LargeJson
 from lbproxy.core.requests.models import Aliases, resolve
@@ -277,13 +277,10 @@ def _cache_key(fields: Mapping[str, object]) -> str | None:
 
 
 def _name(value: object, most_chars: int) -> str | None:
-    """A name that a body gives something; None if it is none. Names are told other processes and written down, where
-    lone surrogates cannot be: as escapes, names that differ still do.
-    """
+    """A name that a body gives something; None if it is none."""
     if not isinstance(value, str) or not 0 < len(value) <= most_chars:
         return None
-    name: str = encodable(value)
-    return name
+    return encodable_text(value)
 
 
 def has_json(request: ClientRequest) -> bool:

@@ -422,6 +422,30 @@ def test_what_a_response_has_beyond_what_it_reserved_counts_while_it_runs(open_e
     assert 30_000 <= used <= 30_000 + reserved
 
 
+def test_a_long_prompt_hides_nothing_of_its_response() -> None:
+    """The tokens that its prompt had reserved were taken for room for its response."""
+    fleet = Fleet(own(1), replace(PROVIDER, bounds=Bounds(tokens_per_day=50_000)))
+    fleet.down("a1")
+    running = fleet.submit(ask(20_000, max_tokens=10_000))
+    allowance = running.placed_state.allowance
+    assert allowance is not None
+    fleet.balancer.first_byte(running, now=1.0)
+    for second in range(2, 22):
+        fleet.balancer.progress(running, 500, now=float(second))
+    assert 50_000 * dict(allowance.used(1, 22.0))["tokens_per_day"] == pytest.approx(30_000)
+
+
+def test_what_another_process_counted_of_a_running_response_is_not_counted_again() -> None:
+    """With workers, each death of the balancer process made it count twice for a day."""
+    fleet = Fleet(own(1), replace(PROVIDER, bounds=Bounds(tokens_per_day=50_000)))
+    request = ask(1000, max_tokens=10_000)
+    running = fleet.balancer.adopt(request, fleet.uids[PROVIDER.name], began=True, told_tokens=8000, now=1.0)
+    allowance = running.placed_state.allowance
+    assert allowance is not None
+    fleet.balancer.progress(running, 500, now=2.0)
+    assert 50_000 * dict(allowance.used(1, 2.0))["tokens_per_day"] == pytest.approx(500)
+
+
 def test_tokens_a_day_come_back_after_a_day() -> None:
     fleet = Fleet(own(1), replace(PROVIDER, bounds=Bounds(tokens_per_day=1100)))
     fleet.down("a1")

@@ -257,3 +257,22 @@ def test_a_defect_in_a_later_turn_closes_the_connection() -> None:
         pool.close()
 
     run(main(), plain=True)
+
+
+def test_who_reads_again_just_before_the_rest_is_walked_does_not_stop_the_connection() -> None:
+    """The rest was due twice then: the second time there was none, and nothing was ever read again."""
+
+    async def main() -> None:
+        pool = ConnectionPool()
+        stream = Stream(pool)
+        stream.connection.data_received(CHUNK * (LINES_AT_ONCE + 1))
+        stream.connection.pause()
+        asyncio.get_running_loop().call_soon(stream.connection.resume)  # in the turn in which the backlog serves it
+        assert await turns(10) < 10, "there is nothing left to do"
+        assert stream.data == CHUNK * (LINES_AT_ONCE + 1)
+        assert stream.transport.is_reading()
+        stream.connection.data_received(LAST)
+        assert stream.end == "ended"
+        pool.close()
+
+    run(main(), plain=True)

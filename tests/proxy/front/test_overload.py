@@ -137,11 +137,7 @@ class Arriving(Request):
         self.given_up: LbError | None = None
         overload.arrivals.begin(self, 1000, self._give_up)
         overload.arrivals.moved(self, size)
-        try:
-            overload.hold(self, size, size)
-        except LbError:
-            overload.release(self)
-            raise
+        overload.hold(self, size, size)
 
     def _give_up(self, error: LbError) -> None:
         self.given_up = error
@@ -161,6 +157,7 @@ def test_who_makes_room_is_large_or_stands_still() -> None:
     assert slow.held_bytes == 2 * MIB, "there was room enough by then"
     with pytest.raises(LbError):
         Arriving(overload, 3 * MIB)
+    assert len(overload.arrivals) == 5, "who was refused does not arrive any more"
     complete = Request()
     overload.hold(complete, 2 * MIB)
     assert slow.held_bytes == 0, "of it nothing came lately"
