@@ -3,7 +3,8 @@
 
 It reads no file, no environment but the mapping it is given, no clock and no network. `text` makes plain values of YAML
 and `${ENV}`, `tree` says which keys there are, `sections` has one module for each part of it, `values` the numbers with
-units, host names and URLs, `descriptions` what each key is for, `scenario` the keys of `lbproxy sim`.
+units, host names and URLs, `shown` what may be shown of a text that may have a secret, `descriptions` what each key is
+for, `scenario` the keys of `lbproxy sim`.
 
 Imported by: `app`, `check`, `cli`, `control`, `core`, `data_plane`, `demo`, `extras`, `processes`, `proxy`, `runtime`,
 `sections`, `settings_file`, `sim_cli`, `terminal`, `workers`. It imports nothing of lbproxy. Never: state. Nothing else

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings: `parse` turns the text of a settings file into a frozen `Settings`, or says everything that is wrong.
 
-It reads no file, no environment but the mapping it is given, no clock and no network. Its modules: `text` (YAML and
-`${ENV}` to plain values), `tree` (which keys there are) with `clients`, `cors`, `endpoints`, `models`, `routing`,
-`flows`, `health`, `engines`, `explain` and `traces` (its sections, by subject), `values` (numbers with units, hosts,
-URLs), `descriptions` (what each key is for). This one joins them and words the report: all problems at once, each with
-its path. Nothing else in lbproxy imports yaml or pydantic.
+It reads no file, no environment but the mapping it is given, no clock and no network. This module joins the others of
+`config` (its `__init__` says what each is for) and words the report: all problems at once, each with its path, and
+nothing that may be secret (`shown`).
 """
 
 from __future__ import annotations

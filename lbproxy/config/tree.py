@@ -75,7 +75,7 @@ class Settings(Section):
     null = off."""
     workers: Workers = 1
     """Processes that relay requests, for more streams than one core can relay: docs/scale.md. 1 = everything in one
-    process; auto = the number of cores less 1."""
+    process; auto = one less than the cores that it may use."""
     endpoints: tuple[EndpointSettings, ...] = Field(json_schema_extra={"minItems": 1, "maxItems": MAX_ENDPOINTS})
     """The model servers, at least one. Names and addresses are unique."""
     engines: dict[str, EngineSettings] = Field(default={}, json_schema_extra={"maxProperties": MAX_ENGINES})

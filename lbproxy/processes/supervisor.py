@@ -32,6 +32,7 @@ from typing import Any, Final, Literal
 from lbproxy import app, process
 from lbproxy.config.text import ConfigError
 from lbproxy.config.tree import Settings
+from lbproxy.control.admin.made_token import folders
 from lbproxy.control.telemetry.memory import Memory
 from lbproxy.control.telemetry.process_log import ProcessLog
 from lbproxy.data_plane import listening_url
@@ -88,8 +89,7 @@ def make_folder() -> str:
     """A folder of our own, with mode 0700, for what the processes share: in the first place that can be written, as
     containers often have a read-only root. Raises OSError.
     """
-    named = [os.environ.get(name, "").partition(":")[0] for name in ("RUNTIME_DIRECTORY", "XDG_RUNTIME_DIR")]
-    for place in (None, *filter(None, named), "/dev/shm"):  # noqa: S108 - in a folder with a name of its own
+    for place in (None, *folders(os.environ, None), "/dev/shm"):  # noqa: S108 - in a folder with a name of its own
         with contextlib.suppress(OSError):
             return tempfile.mkdtemp(prefix="lbproxy-", dir=place)
     raise OSError("several processes need a folder, and none can be written: mount a tmpfs at /tmp, or set TMPDIR")

@@ -41,7 +41,7 @@ def dashboard_link(url: str, token: str | None) -> str:
 
 
 def folders(environ: Mapping[str, str], state_file: str | None) -> list[str]:
-    """Where the file may lie, the best first."""
+    """Where small files of a running process may lie, the best first. `state_file`: the path of one; None = none."""
     runtime = environ.get(FOLDER, "").partition(":")[0]  # systemd names all of a unit's
     named = [runtime, environ.get("XDG_RUNTIME_DIR", ""), os.path.dirname(os.path.abspath(state_file or "/"))]
     return [one for one in named if os.path.isabs(one) and one != "/"]

@@ -42,7 +42,7 @@ class Front(Protocol):
 
     @property
     def running(self) -> int:
-        """Requests that were read and have no non-streaming response yet."""
+        """Requests that were read and have no complete response yet."""
         ...
 
     @property

@@ -20,7 +20,7 @@ MMAP_FROM_BYTES = 256 << 10
 """Larger pieces are mapped one by one, so that they go back to the system when they are freed. By itself glibc raises
 this to 32 MiB with the first large body that is freed, and from then on holes in its heap grow with every crowd:
 in a cgroup of 256 MiB, 1,000 bodies of 1 MiB followed by 64 of 31 MiB ended in the kernel's killing us."""
-UNCUT_STRING_BYTES = 8 << 20
+KEPT_FREE_BYTES = 8 << 20
 """Free memory at the end of the heap that is kept: what the copies of one large body need, many times. By itself glibc
 gives back what is over 128 KiB, which is what one prompt of 32 KB leaves: pages were mapped and unmapped with each such
 request, 7 % of its CPU time. After a crowd `relieve` gives it back."""
@@ -64,11 +64,11 @@ class Memory:
 
     @staticmethod
     def tune() -> None:
-        """Once, at the start: see `MMAP_FROM_BYTES` and `UNCUT_STRING_BYTES`."""
+        """Once, at the start: see `MMAP_FROM_BYTES` and `KEPT_FREE_BYTES`."""
         with contextlib.suppress(OSError, AttributeError):  # the C library is not glibc
             libc = ctypes.CDLL(None)
             libc.mallopt(_M_MMAP_THRESHOLD, MMAP_FROM_BYTES)
-            libc.mallopt(_M_TRIM_THRESHOLD, UNCUT_STRING_BYTES)
+            libc.mallopt(_M_TRIM_THRESHOLD, KEPT_FREE_BYTES)
 
     @staticmethod
     def relieve() -> None:

@@ -23,12 +23,9 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import inf, log
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from lbproxy.core.requests.prompt_keys import BlockKey
-
-if TYPE_CHECKING:
-    pass
 
 SEGMENT_BLOCKS: Final = 16
 """The order of last use is kept by segments of this many blocks: 1.3 % of a cache of 300,000 tokens."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The decision: which endpoint a request goes to now, or why to none. Nothing is counted or written here: the Balancer
-acts on the `Answer` before anything else is chosen. Nothing changes but the slow-start credit, `_tested_at`, and what
-`LoadModel.look` learns before an endpoint is asked whether it is full.
+acts on the `Answer` before anything else is chosen. Nothing changes but the slow-start credit, `_tested_at`, what
+`LoadModel.look` learns before an endpoint is asked whether it is full, and what `passed_by` notes.
 
 **Who may be asked** says `core.queue.candidates`. Of these, endpoints that are backing off, full by a limit, or without
 slow-start credit are left out.

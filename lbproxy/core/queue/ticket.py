@@ -121,7 +121,8 @@ class Answer:
 
 
 class Ticket:
-    """A request's place in the Balancer for one attempt. Written by the Balancer only.
+    """A request's place in the Balancer for one attempt. Written by the Balancer and its parts; `Choice` only
+    reads it.
 
     Defaults live in the class until they are overwritten: one object is made for every request.
     """
