@@ -7,7 +7,6 @@ The only process has one (`app`), and so has each worker process (`processes.wor
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import random
 import socket
@@ -27,6 +26,7 @@ from lbproxy.core.observed.sink import Sink
 from lbproxy.extras.tracing import Tracing
 from lbproxy.net.connections.pool import ConnectionPool
 from lbproxy.net.listening.listener import Listener
+from lbproxy.net.listening.sites import is_loopback
 from lbproxy.proxy.exchange.exchanger import Exchanger
 from lbproxy.proxy.front.overload import Overload
 from lbproxy.proxy.front.server import FrontEnd
@@ -286,6 +286,4 @@ def listening_url(address: Address, port: int) -> str:
 
 def _is_local(sock: socket.socket) -> bool:
     """Whether only this machine reaches it."""
-    if sock.family == socket.AF_UNIX:
-        return True
-    return ipaddress.ip_address(sock.getsockname()[0].partition("%")[0]).is_loopback
+    return sock.family == socket.AF_UNIX or is_loopback([sock])

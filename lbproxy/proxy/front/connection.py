@@ -43,6 +43,7 @@ from lbproxy.net.listening.deadlines import Deadlines
 from lbproxy.proxy.front.linger import Linger
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.forwarding import UNIX, Forwarding, Peer
+from lbproxy.proxy.request.headers import MAX_HEAD_BYTES
 from lbproxy.proxy.request.plain import read_plain
 from lbproxy.proxy.request.walk import RequestWalk
 
@@ -50,8 +51,6 @@ logger = logging.getLogger("lbproxy")
 
 WRITE_HIGH_WATER_BYTES = 64 << 10
 """Bytes that lbproxy holds for a client that does not read, before it stops reading from the endpoint."""
-MAX_HEAD_BYTES = 64 << 10
-"""All lines of a head together."""
 _REFUSED_BY_WALK = b"\0"
 MAX_BUFFERED_BYTES = 64 << 10
 """Bytes that are buffered while a request runs, before the client's connection is no longer read: with one read, of up

@@ -67,7 +67,7 @@ X_FORWARDED: Final = b"x-forwarded-"
 MAX_NAME_BYTES: Final = 256
 MAX_SESSION_BYTES: Final = 128
 MAX_HEAD_BYTES: Final = 64 << 10
-"""All field lines together; each has its own limit in addition."""
+"""All lines of a head together; each has its own limit in addition."""
 HOST: Final = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|(?:[A-Za-z0-9\-._~!$&'()*+;=]|%[0-9A-Fa-f]{2})*)(?::[0-9]*)?")
 """RFC 3986, section 3.2.2, and a port. Without the comma, which would make a list of it."""
 _MEANINGFUL: Final = (
