@@ -133,7 +133,8 @@ class Placing:
         if ticket.state is not TicketState.PLACED:
             return
         if ticket.prefill is not None:
-            self.end(ticket.prefill, outcome, None, now)
+            is_left = usage is not None and usage.is_estimate  # by a client for which both worked
+            self.end(ticket.prefill, outcome, estimated(None, 0) if is_left else None, now)
         state = ticket.placed_state
         charged, usage = _charged(ticket, usage, now)
         if self.journal is not None:

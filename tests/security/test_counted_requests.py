@@ -104,6 +104,7 @@ STREAM: Json = {**CHAT, "stream": True}
 RESPONSE: Json = {"model": "m", "input": TEXT, "user": "usage"}
 DELTA = event({"type": "response.output_text.delta", "delta": "word"}, "response.output_text.delta")
 USAGE = event({"id": "c", "choices": [], "usage": COUNTS})
+SPOKEN = [event({"type": "content_block_delta", "delta": {"type": "text_delta", "text": "word"}})] * WRITTEN
 DONE = b"data: [DONE]\n\n"
 WORDS = [token()] * WRITTEN
 WHOLE = json.dumps({"choices": [{"message": {"content": "word" * WRITTEN}}]}).encode()
@@ -154,6 +155,18 @@ FORMS = {
     ),
     "no usage in a body": Form("/v1/chat/completions", CHAT, answer(WHOLE)),
     "no JSON": Form("/v1/chat/completions", CHAT, answer(WHOLE, kind="text/plain")),
+    "a server that breaks after its first report": Form(
+        "/v1/messages",
+        STREAM,
+        stream(
+            [event({"type": "message_start", "message": {"usage": INPUTS | {"output_tokens": 1}}}), *SPOKEN], ends=False
+        ),
+    ),
+    "a server that breaks in one of many choices": Form(
+        "/v1/chat/completions",
+        STREAM | {"n": 30, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        stream([token(usage={"prompt_tokens": PROMPT, "completion_tokens": WRITTEN // 30})] * WRITTEN, ends=False),
+    ),
     "a server that breaks": Form("/v1/chat/completions", STREAM, stream(WORDS, ends=False)),
     "a client that leaves": Form(
         "/v1/chat/completions", STREAM, stream(WORDS, ends=False, stays=True), leaves_after=len(b"".join(WORDS))
@@ -213,5 +226,25 @@ def test_what_was_generated_counts(form: Form, policy: str) -> None:
             await it.settle()
             for what, used in zip(("flow", "minute", "day"), counted(it), strict=True):
                 assert 0.95 * form.generated - 3 <= used <= form.most * form.generated + 60, (what, used)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "head",
+    ["PUT /generate", "GET /v1/responses/resp_1", "GET /v1/responses/%72esp_1", "GET /v1/chat/completions/c?a=b"],
+)
+def test_nor_does_a_server_compress_what_a_model_wrote_for_another_method(head: str) -> None:
+    """SGLang takes PUT, too; and what is created in the background is counted when it is read."""
+
+    async def main() -> None:
+        body = json.dumps({"text": TEXT} if head.startswith("PUT") else {}).encode()
+        more = f"flows: {{default: {{tokens_per_minute: {LIMIT}}}}}"
+        script = coded(json.dumps({"usage": COUNTS}).encode())
+        async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url, more=more) as it:
+            request = f"{head} HTTP/1.1\r\nHost: lb\r\n{ACCEPT}Content-Length: {len(body)}\r\n\r\n".encode()
+            assert (await it.ask(request + body)).status == 200
+            (flow,) = it.balancer._flows
+            assert flow.used(it.runtime.now())[1] > 0.95 * (PROMPT + WRITTEN)
 
     run(main())

@@ -84,15 +84,29 @@ def read_json_body(body: bytes, large: LargeJson | None = None) -> BodyFacts:
         check_model_name(model)
     elif any(name.lower() == "model" for name in fields):
         raise LbError(Outcome.MISSING_MODEL, "The name of the field is `model`, in lower case.", param="model")
-    limit = fields.get("max_completion_tokens", fields.get("max_tokens"))
-    if limit is None:
-        limit = fields.get("max_output_tokens", fields.get("n_predict"))  # /v1/responses; llama.cpp's own
+    limits = [fields[name] for name in _LIMITS if name in fields]
+    limit = _greatest(limits) if limits else None
     salt = fields.get("cache_salt")
-    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or not 0 < limit < MAX_TOKENS):
-        limit = None
     stream = fields.get("stream") is True
     # Without the constructor of the NamedTuple, which takes as long again: one is made for every request.
     return tuple.__new__(BodyFacts, (model, stream, limit, salt if isinstance(salt, str) else None, fields))
+
+
+_LIMITS: Final = ["max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict", "sampling_params"]
+"""Fields that limit the response: of the OpenAI APIs, llama.cpp, and SGLang's object with its own. A server knows some
+of them, so that only the greatest is certain to hold; the object counts as no limit."""
+
+
+def _greatest(limits: list[Any]) -> int | None:
+    """The greatest of limits, among which a null says nothing; None if there is none, or one is no limit."""
+    greatest = 0
+    for limit in limits:
+        if limit is None:
+            continue
+        if type(limit) is not int or not 0 < limit < MAX_TOKENS:
+            return None
+        greatest = max(greatest, limit)
+    return greatest or None
 
 
 def check_model_name(model: object, field: str = "model") -> None:

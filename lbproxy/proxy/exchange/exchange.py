@@ -408,8 +408,10 @@ class Exchange(Lifetime):
         usage = relay.usage
         if usage is not None:
             usage = self._note_usage(ticket, usage)
-        if (usage is None or usage.completion_tokens is None) and (self._generates or relay.is_readable_stream):
-            usage = estimated(usage, relay.generated(bytes_per_token(ticket)))
+        reported = None if usage is None else usage.completion_tokens
+        if (reported is None or result is not Outcome.COMPLETED) and (self._generates or relay.is_readable_stream):
+            # What was reported of a response that broke is what it had at its first event, or in one of its choices.
+            usage = estimated(usage, max(reported or 0, relay.generated(bytes_per_token(ticket))))
         self._shared.runtime.close(ticket, result, usage, timed_out=relay.timed_out)
         self.finish(relay.client_reusable)
 
@@ -424,7 +426,7 @@ class Exchange(Lifetime):
         """
         relay, ticket, is_left = self._work, self._ticket, outcome is Outcome.CLIENT_CLOSED
         if ticket is None or not isinstance(relay, Relay):
-            return estimated(None, 0) if is_left and self.step is SENT and self._generates else None
+            return estimated(None, 0) if is_left and self.step in {SENT, PREFILLING} and self._generates else None
         if not (self._generates or relay.is_readable_stream):
             return None
         usage, generated = relay.usage, relay.generated(bytes_per_token(ticket))

@@ -42,7 +42,7 @@ from lbproxy.proxy.request.handshake import read_handshake
 from lbproxy.proxy.request.headers import SWITCHES, asking_as_it_is, origin_form, read_request_fields
 from lbproxy.proxy.request.own_responses import ModelList
 from lbproxy.proxy.request.reading import has_form, has_json
-from lbproxy.proxy.request.routes import ADAPTERS, HEALTH, HEALTH_PATH, Route, find_route
+from lbproxy.proxy.request.routes import ADAPTERS, HEALTH, HEALTH_PATH, Route, find_route, may_generate
 from lbproxy.request_runtime import RequestRuntime
 
 logger = logging.getLogger("lbproxy")
@@ -339,7 +339,7 @@ class FrontEnd(web.Server):
             turn.respond(200, b"{}", allow=", ".join(sorted(route.methods)))
             return
         body = await read_body(request, fields, route, turn, self.overload)
-        if request.method == "POST":
+        if may_generate(request.method, record.path):
             fields.forward = asking_as_it_is(fields.forward)
         http10 = request.version == (1, 0)
         read = ClientRequest(request.method, target, route, fields, body, credentials, http10, trace)

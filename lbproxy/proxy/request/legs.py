@@ -28,8 +28,12 @@ MAX_WRITTEN_DEPTH: Final = 250
 MAX_ROOM: Final = (1 << 63) - 1
 
 KV_PARAMS: Final = "kv_transfer_params"
-OWN_FIELDS: Final = (KV_PARAMS, "bootstrap_host", "bootstrap_port", "bootstrap_room", "disagg_prefill_dp_rank")
+OWN_FIELDS: Final = (
+    *(KV_PARAMS, "ec_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room", "disagg_prefill_dp_rank"),
+)
 """Fields by which legs find each other. From a client they could take another request's KV cache, or kill an engine."""
+_MORE_FIELDS: Final = "vllm_xargs"
+"""An object whose members vLLM puts beside the fields of its own that `OWN_FIELDS` become, or in their place."""
 _LIMITS: Final = {
     "completions": "max_tokens",
     "chat_completions": "max_tokens",
@@ -46,8 +50,10 @@ def refuse_own_fields(fields: Mapping[str, object], body: bytes) -> None:
     `fields`: its parsed body. A null says nothing, unless the same key stands there a second time: a server may read
     that one.
     """
+    more = fields.get(_MORE_FIELDS)
     for name in OWN_FIELDS:
-        if name in fields and (fields[name] is not None or _may_be_repeated(name, body)):
+        is_set = name in fields and (fields[name] is not None or _may_be_repeated(name, body))
+        if is_set or (isinstance(more, dict) and name in more):
             raise LbError(Outcome.RESERVED_FIELD, f"`{name}` cannot be set here: lbproxy sets it itself.", param=name)
 
 

@@ -132,6 +132,8 @@ _ROUTES = {
     },
 }
 _STORED: Final = re.compile(r"/v1/(?:responses|chat/completions)/([A-Za-z0-9_-]{1,160})(?:/[a-z_]+)?/?")
+_GENERATED: Final = ("/v1/responses/", "/v1/chat/completions/")
+_READS: Final = frozenset({"GET", "HEAD"})
 _OF_IDS: Final = re.compile(r"/v1/(?:responses|chat/completions|models)/")
 """Paths that are about something with an id."""
 
@@ -165,6 +167,11 @@ def find_route(method: str, path: str, *, lora_management: bool = False) -> Rout
 
 def _ambiguous(served: str) -> LbError:
     return LbError(Outcome.BAD_REQUEST, f"Servers read this path in different ways. Write {served} instead.")
+
+
+def may_generate(method: str, path: str) -> bool:
+    """Whether the response may have what a model wrote: of GET only one that was stored, or is still written."""
+    return method not in _READS or path.startswith(_GENERATED)
 
 
 def stored_response(path: str) -> str | None:

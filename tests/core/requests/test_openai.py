@@ -36,7 +36,9 @@ def test_model_and_stream_are_read() -> None:
 
 @pytest.mark.parametrize(
     ("text", "limit"),
-    [('"max_completion_tokens":3,"max_tokens":4', 3), ('"max_tokens":true', None), ('"max_tokens":0', None), ("", None)]
+    [('"max_completion_tokens":3,"max_tokens":4', 4), ('"max_tokens":1,"max_output_tokens":9,"n_predict":2', 9)]
+    + [('"max_tokens":1,"n_predict":-1', None), ('"max_tokens":1,"sampling_params":{"max_new_tokens":9}', None)]
+    + [('"max_tokens":true', None), ('"max_tokens":0', None), ("", None)]
     + [(f'"max_tokens":{n}', None) for n in (-1, 1 << 31, "null", "[]")],
 )
 def test_the_limit_of_an_answer_is_a_sane_number_or_unknown(text: str, limit: int | None) -> None:

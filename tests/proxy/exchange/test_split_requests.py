@@ -96,6 +96,12 @@ def sent(server: ScriptedEndpoint, index: int = 0) -> dict[str, Any]:
     return read
 
 
+def used_tokens(it: Rig) -> float:
+    """Of the minute of the only flow."""
+    (flow,) = it.balancer._flows
+    return flow.used(it.runtime.now())[1]
+
+
 def complete(reply: Reply) -> bool:
     return reply.status == 200 and reply.body.endswith(b"data: [DONE]\n\n")
 
@@ -422,8 +428,11 @@ def test_without_another_decode_endpoint_nothing_is_left_to_ask() -> None:
 
 
 def test_a_client_that_leaves_while_it_is_prefilled_ends_that_at_once() -> None:
+    """And its prompt counts."""
+
     async def main() -> None:
-        async with apart(("prefill", hang), ("decode", stream)) as (it, (first, second)):
+        limited = f"{ALWAYS}\nflows: {{default: {{tokens_per_minute: 60}}}}"
+        async with apart(("prefill", hang), ("decode", stream), more=limited) as (it, (first, second)):
             client = await it.connect()
             client.send(post(BODY))
             await until(lambda: first.requests)
@@ -432,6 +441,7 @@ def test_a_client_that_leaves_while_it_is_prefilled_ends_that_at_once() -> None:
             await until(lambda: it.records.requests)
             assert it.records.requests[0].outcome is Outcome.CLIENT_CLOSED
             assert not second.requests
+            assert used_tokens(it) > len(json.loads(BODY)["messages"][0]["content"]) / 4 - 3
 
     run(main())
 
@@ -734,14 +744,19 @@ def test_a_prefill_that_ends_badly_after_decode_began_harms_nothing() -> None:
 
 
 def test_a_client_that_leaves_ends_both_legs() -> None:
+    """And its prompt counts."""
+
     async def main() -> None:
-        async with apart(("prefill", hang), ("decode", hang), connector="sglang") as (it, (first, second)):
+        servers = ("prefill", hang), ("decode", hang)
+        limited = f"{ALWAYS}\nflows: {{default: {{tokens_per_minute: 60}}}}"
+        async with apart(*servers, connector="sglang", more=limited) as (it, (first, second)):
             client = await it.connect()
             client.send(post(BODY))
             await until(lambda: first.requests and second.requests)
             client.writer.transport.abort()
             await until(lambda: first.wires[0].gone.is_set() and second.wires[0].gone.is_set())
             await until(lambda: it.in_flight() == 0)
+            assert used_tokens(it) > len(json.loads(BODY)["messages"][0]["content"]) / 4 - 3
 
     run(main())
 

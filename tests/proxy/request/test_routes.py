@@ -181,6 +181,8 @@ def test_a_field_that_only_lbproxy_may_set_is_refused_whatever_carries_it(
         b'{"model":"m","kv_transfer_params":{"a":1},"\\u006Bv_transfer\\u005fparams":null}',
         b'\xef\xbb\xbf{"model":"m","kv_transfer_params":{"a":1}}',
         b'{"model":"m","kv_transfer_params":NaN}',
+        b'{"model":"m","vllm_xargs":{"kv_transfer_params":"x"}}',
+        b'{"model":"m","vllm_xargs":{"a":1,"\\u006bv_transfer_params":null}}',
     ],
 )
 @pytest.mark.parametrize("path", [CHAT, "/v1/new"])
