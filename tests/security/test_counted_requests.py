@@ -86,6 +86,11 @@ def coded(body: bytes) -> Script:
     return script
 
 
+def in_chunks(texts: Sequence[bytes]) -> bytes:
+    """Plain text."""
+    return STREAM_HEAD.replace(b"text/event-stream", b"text/vtt") + b"".join(map(chunk, texts)) + LAST
+
+
 def stubborn(body: bytes, kind: str = "application/json") -> bytes:
     """A body that is compressed whatever the client accepts."""
     return answer(gzip.compress(body), kind=kind, more="Content-Encoding: gzip\r\n")
@@ -180,6 +185,16 @@ FORMS = {
     "sglang": Form("/generate", {"text": TEXT}, plain({"text": "usage", "meta_info": COUNTS | {"id": "usage"}})),
     "llama.cpp": Form(
         "/completion", {"prompt": TEXT}, plain({"tokens_predicted": WRITTEN, "tokens_evaluated": PROMPT})
+    ),
+    "what was heard, as text": Form(
+        "/v1/audio/transcriptions",
+        {"model": "m", "file": TEXT, "response_format": "text"},
+        answer(b"word" * WRITTEN, kind="text/plain; charset=utf-8"),
+    ),
+    "what was heard, as text in chunks": Form(
+        "/v1/audio/transcriptions",
+        {"model": "m", "file": TEXT, "response_format": "vtt"},
+        in_chunks([b"word" * 100] * (WRITTEN // 100)),
     ),
     "embeddings": Form(
         "/v1/embeddings",

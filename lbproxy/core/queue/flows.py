@@ -44,7 +44,7 @@ OTHERS: Final = "others"
 OUTPUT_COST: Final = 2.0
 """The cost of a response token, relative to an uncached prompt token."""
 FIRST_BINARY_TOKENS: Final = 1000.0
-"""For audio, an image or a file, before an endpoint reported the tokens of any: its bytes do not show them."""
+"""For audio, an image or a file, at least, until an endpoint reports its tokens: its bytes do not show them."""
 BINARY_MODELS: Final = 64
 """Models whose tokens of binary bodies are learned separately."""
 
@@ -256,7 +256,8 @@ class Flows:
         if request.leg == DECODE:
             return 0.0
         if request.binary:
-            return self._binary_tokens.get(request.model or "", FIRST_BINARY_TOKENS)
+            learned = self._binary_tokens.get(request.model or "", 0.0)
+            return max(learned, FIRST_BINARY_TOKENS)  # clients choose what is learned
         return (request.prompt_bytes or request.body_bytes) / BYTES_PER_TOKEN
 
     def _learn_binary(self, model: str | None, tokens: int) -> None:

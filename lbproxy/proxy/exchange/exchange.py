@@ -302,7 +302,7 @@ class Exchange(Lifetime):
         usage = read_usage(body, native=self.request.route.is_native) if is_json(head) else None
         if usage is not None:
             usage = self._note_usage(ticket, usage)
-        if (usage is None or usage.completion_tokens is None) and self._generates and body:
+        if (usage is None or usage.completion_tokens is None) and self._generates(head.content_type) and body:
             usage = estimated(usage, ceil(len(body) / (1.0 if head.encoded else bytes_per_token(ticket))))
         if ticket.request.stores and head.status < 300 and (stored := find_response_id(body)) is not None:
             runtime.stores(ticket, stored)
@@ -409,16 +409,20 @@ class Exchange(Lifetime):
         if usage is not None:
             usage = self._note_usage(ticket, usage)
         reported = None if usage is None else usage.completion_tokens
-        if (reported is None or result is not Outcome.COMPLETED) and (self._generates or relay.is_readable_stream):
+        is_text = relay.is_readable_stream or self._generates(relay.content_type)
+        if is_text and (reported is None or result is not Outcome.COMPLETED):
             # What was reported of a response that broke is what it had at its first event, or in one of its choices.
             usage = estimated(usage, max(reported or 0, relay.generated(bytes_per_token(ticket))))
         self._shared.runtime.close(ticket, result, usage, timed_out=relay.timed_out)
         self.finish(relay.client_reusable)
 
-    @property
-    def _generates(self) -> bool:
-        """Whether the response is text that a model writes, and not an error."""
-        return self.request.route.flatten is not None and self.record.status < 300
+    def _generates(self, content_type: bytes = b"") -> bool:
+        """Whether a response of this type is text that a model writes, and not an error. Of what it heard there is no
+        usage, if the client wants that as text.
+        """
+        route = self.request.route
+        is_written = route.flatten is not None or (route.is_inference and content_type.startswith(b"text/"))
+        return is_written and self.record.status < 300
 
     def _used_so_far(self, outcome: Outcome) -> Usage | None:
         """See Lifetime. What the endpoint wrote until then counts all the same; and if the client left before any of it
@@ -426,8 +430,8 @@ class Exchange(Lifetime):
         """
         relay, ticket, is_left = self._work, self._ticket, outcome is Outcome.CLIENT_CLOSED
         if ticket is None or not isinstance(relay, Relay):
-            return estimated(None, 0) if is_left and self.step in {SENT, PREFILLING} and self._generates else None
-        if not (self._generates or relay.is_readable_stream):
+            return estimated(None, 0) if is_left and self.step in {SENT, PREFILLING} and self._generates() else None
+        if not (relay.is_readable_stream or self._generates(relay.content_type)):
             return None
         usage, generated = relay.usage, relay.generated(bytes_per_token(ticket))
         if usage is not None:

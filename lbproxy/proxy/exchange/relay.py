@@ -463,6 +463,11 @@ class Relay(PayloadWatcher):
         return self._scanner is not None
 
     @property
+    def content_type(self) -> bytes:
+        """Of the response: see ResponseHead."""
+        return self._head.content_type
+
+    @property
     def usage(self) -> Usage | None:
         """The usage that the endpoint reported so far."""
         if self._scanner is not None:
@@ -476,7 +481,9 @@ class Relay(PayloadWatcher):
             return max(scanner.events - scanner.preamble_events, ceil(scanner.text_bytes / bytes_per_token))
         if self._body is not None:
             return ceil(self._body.size / bytes_per_token)
-        return self._record.response_bytes  # compressed, a token has about one byte
+        size = self._record.response_bytes
+        is_text = self.content_type.startswith(b"text/") and not self._head.encoded
+        return ceil(size / bytes_per_token) if is_text else size  # compressed, a token has about one byte
 
     def _count(self) -> None:
         if self._scanner is not None:

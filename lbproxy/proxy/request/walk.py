@@ -27,7 +27,7 @@ DENSE_PIECE_BYTES: Final = 4 << 10
 """The same if more lines than that are in it. Chunks of one byte cost their parsers microseconds each, and a read can
 have 40,000 of them: 4 KiB take about 2 ms."""
 _CHUNKED: Final = re.compile(rb"\ntransfer-encoding[ \t]*:", re.IGNORECASE)
-_LENGTH: Final = re.compile(rb"\ncontent-length[ \t]*:[ \t]*([0-9]{1,15})[ \t]*\r", re.IGNORECASE)
+_LENGTH: Final = re.compile(rb"\ncontent-length[ \t]*:[ \t]*0*([0-9]{1,15})[ \t]*\r", re.IGNORECASE)
 
 
 class RequestWalk:

@@ -15,7 +15,7 @@ from lbproxy.config.sections.routing import AdmissionSettings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.capacity.bucket import Bucket
 from lbproxy.core.queue.flow import Flow
-from lbproxy.core.queue.flows import MAX_FLOWS, OTHERS, FlowRules, Flows
+from lbproxy.core.queue.flows import FIRST_BINARY_TOKENS, MAX_FLOWS, OTHERS, FlowRules, Flows
 from lbproxy.core.queue.ticket import Ticket, TicketState, Wait
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage, estimated
@@ -545,3 +545,13 @@ def test_audio_counts_as_endpoints_count_it_and_not_by_its_bytes() -> None:
     assert third.billed_tokens == pytest.approx(1520.0)
     unknown = balancer.submit(audio._replace(model="unheard-of"), now=0.0)
     assert unknown.outcome is not Outcome.RATE_LIMITED
+
+
+def test_small_audio_does_not_make_other_audio_count_less() -> None:
+    """A client could send a hundred seconds first, and then hours as text, of which nothing is reported."""
+    balancer, _ = pool_of(1, flows=rules(default={"tokens_per_minute": 6000}))
+    audio = ask("one")._replace(prompt_bytes=0, body_bytes=20 << 20, binary=True, block_keys=())
+    for _ in range(50):
+        ticket = balancer.submit(audio, now=0.0)
+        balancer.close(ticket, Outcome.COMPLETED, now=0.0, usage=Usage(5, 0, 0))
+    assert balancer.submit(audio, now=0.0).billed_tokens >= FIRST_BINARY_TOKENS

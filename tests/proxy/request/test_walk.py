@@ -26,6 +26,7 @@ MESSAGES += [
     LOOKS_LIKE_HEADS,
     http(CHUNKED, body=b"1;a\r\nx\r\n0\r\nX-T: 1\r\n\r\n"),
     http("Content-Length: 0", body=b""),
+    http("Content-Length: 00000000000000005", body=b"x" * 5),
 ]
 
 
