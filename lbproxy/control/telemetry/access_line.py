@@ -102,6 +102,7 @@ def access_line(record: RequestRecord, at: bytes) -> bytes:
     placed_at, first_byte_at, started_at = record.placed_at, record.first_byte_at, record.started_at
     outcome, status, words = _WORDS[record.outcome]
     method, path, model, endpoint = record.method, record.path, record.model, record.endpoint
+    request_id = record.request_id
     key = record.client, method, path, model, record.stream, endpoint, record.status or status, outcome, record.attempts
     facts = _known.get(key)
     if facts is None:
@@ -114,7 +115,7 @@ def access_line(record: RequestRecord, at: bytes) -> bytes:
     return b'{"time":"%b%b%b%b%b,"response_bytes":%b,"events":%b,"queue_ms":%b,"ttfb_ms":%b,"duration_ms":%b%b' % (
         at,
         words,
-        record.request_id.encode("ascii"),
+        request_id.encode("ascii"),
         facts,
         _number(record.request_bytes),
         _number(record.response_bytes),
@@ -122,15 +123,15 @@ def access_line(record: RequestRecord, at: bytes) -> bytes:
         queue,
         ttfb,
         _milliseconds(record.ended_at - started_at),
-        _more(record),
+        _more(record, request_id),
     )
 
 
-def _more(record: RequestRecord) -> bytes:
+def _more(record: RequestRecord, request_id: str) -> bytes:
     """What few lines have, and the line's end."""
     key, flow = record.key, record.flow
     more = "" if key is None else f',"key":{_quoted(key, MAX_FIELD_CHARS)}'
-    if "-" in record.id and record.attempts and record.id != record.request_id:
+    if record.attempts and record.id != request_id:
         more += f',"engine_id":"{record.id}"'
     if record.prefill is not None:
         took = "null" if record.prefill_s is None else _milliseconds(record.prefill_s).decode("ascii")

@@ -111,7 +111,7 @@ class Adaptive(Policy):
 
     def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], context: Context) -> Prices:  # noqa: PLR0915 - a call costs more than a statement
         """Milliseconds. The waits are for the prefill work ahead; the work is the request's own there."""
-        loads, now, leg = [state.load for state in candidates], context.now, request.leg
+        loads, now, leg, costs = [state.load for state in candidates], context.now, request.leg, [0.0] * len(candidates)
         if leg == WHOLE and not request.prompt_bytes:
             return self._price_opaque(request, loads, context)
         pool, keys, is_first, is_second = loads[0].pool, request.block_keys, leg == FIRST_LEG, leg == SECOND_LEG
@@ -122,7 +122,7 @@ class Adaptive(Policy):
         space_tokens, pool_gap = pool.size.space_tokens, (pool.gap_ms, pool.gap_per_token_ms)
         answer, stall_share, steps = (0.0, 0.0, 0.0) if is_first else (output, STALL, STEPS)
         per_gap, fewest = DECODE * answer, 0.0 if is_second else 1.0
-        costs, waits, works, spaces = [0.0] * len(loads), [0.0] * len(loads), [0.0] * len(loads), []
+        waits, works, spaces = costs.copy(), costs.copy(), cast("list[float]", []) if is_first else None
         any_held, reports = context.any_held or is_first, pool.others.until >= now
         least = _least_work(prompt, max([depths[load.kv.member_id] for load in loads]) * block) if any_held else 0.0
         notes: _Parts | None = None
@@ -174,9 +174,9 @@ class Adaptive(Policy):
                 notes = _Parts(notes, cost, base, wait, prefill, stall, decode, slow_down, cache_space, space_wait)
                 notes.cached = prompt - uncached
             costs[n], waits[n], works[n] = cost, wait, own
-            if is_first:
+            if spaces is not None:
                 spaces.append(cache_space)
-        if is_first:
+        if spaces is not None:
             _compare_space(costs, notes, spaces)
         return Prices(_with_adapters(costs, notes, loads, request.model, now), waits, works, notes)
 

@@ -27,7 +27,9 @@ NO_PAIRS: Final[Mapping[str, EndpointState]] = MappingProxyType({})
 
 
 class Context:
-    """What a price depends on beside the request and the states of the candidates. A value, made for each price."""
+    """What a price depends on beside the request and the states of the candidates. Valid during that price: the next
+    one may come with the same object.
+    """
 
     __slots__ = ("any_held", "explains", "newest_first", "now", "share_ahead")
 
@@ -39,8 +41,8 @@ class Context:
         share_ahead: float = -1.0,
         newest_first: bool = False,
     ) -> None:
-        self.now: Final = now
-        self.explains: Final = explains
+        self.now = now  # this and the next are not final: the same object is used again
+        self.explains = explains
         """The parts of a price are to be noted in it."""
         self.any_held: Final = any_held
         """Some requests are held for an endpoint."""

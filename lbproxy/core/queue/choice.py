@@ -78,6 +78,8 @@ class Choice:
         self._rng = rng
         self._explainer = Explainer()
         self._tested_at = -inf
+        self._unheld = Context(0.0)
+        """That of prices while nothing is held, which is nearly always: an object for each is what costs most of it."""
         self.wakes_in_s: Callable[[Ticket, float], float | None] | None = None
         """In how many seconds an endpoint that sleeps takes a ticket; None: not known."""
         self.passed_by: Callable[[Ticket, float], None] | None = None
@@ -89,7 +91,6 @@ class Choice:
         self._split = Split(policy)
         hold = admission.order == "shortest" if admission.hold is None else admission.hold
         self.holds = policy.holds and hold
-        self._skip_price = not (self.holds or policy.may_refuse)
         self.after_s = overflow.after
         """How long a request may wait for a lower tier; None = as long as it takes."""
         self._candidates.reconfigure(self._split, admission.max_in_flight_per_endpoint)
@@ -299,7 +300,7 @@ class Choice:
     def _by_price(self, ticket: Ticket, candidates: Sequence[EndpointState], now: float, turn: Turn | None) -> Answer:
         """The candidate with the lowest price, if it has room and no request waits for it."""
         policy: Policy = self._split if self._endpoints.has_roles else self.policy
-        if self._skip_price and len(candidates) == 1:
+        if len(candidates) == 1 and not (self.holds or self.policy.may_refuse):
             only, absent = candidates[0], self._endpoints.unavailable()
             return Answer(
                 only, decision=Decision(policy, now, only, candidates, (), None, absent) if self.explains else None
@@ -317,27 +318,29 @@ class Choice:
                 return Answer(Outcome.TOO_LATE, retry_after_s=min(prices.waits_ms) / 1000.0)
         if turn is not None and turn.with_room and self.holds:
             index = self._taken_at_once(ticket, turn, index, candidates, prices, now)
-        second = partner_of(candidates[index], prices.decode_on) if policy is self._split else None
+        best = candidates[index]
+        second = partner_of(best, prices.decode_on) if policy is self._split else None
         if self.holds and prices.waits_ms is not None:
-            held = self._hold(candidates[index], second, prices, index, now, turn)
+            held = self._hold(best, second, prices, index, now, turn)
             if held is not None:
                 return held
         if not self.explains:
-            return Answer(candidates[index], decode_on=second)
+            return Answer(best, decode_on=second)
         costs = None if noted and policy.notes_costs else prices.costs
         absent = self._endpoints.unavailable()
-        made = Decision(policy, now, candidates[index], candidates, costs, prices.notes, absent)
+        made = Decision(policy, now, best, candidates, costs, prices.notes, absent)
         made.decode_on = prices.decode_on
         if not small:
             made.shrink(in_full=noted)
-        return Answer(candidates[index], decode_on=second, decision=made)
+        return Answer(best, decode_on=second, decision=made)
 
     def _context(self, ticket: Ticket, candidates: Sequence[EndpointState], now: float, noted: bool) -> Context:
         """What a price depends on. Above tier 1 no request of the queue counts."""
-        queue, tier = self._queue, candidates[0].endpoint.tier
-        if not queue.held or tier != 1:
-            return Context(now, noted)
-        return Context(now, noted, True, queue.share_before(ticket), queue.overload.concerns(tier))
+        queue = self._queue
+        if not queue.held or candidates[0].endpoint.tier != 1:
+            self._unheld.now, self._unheld.explains = now, noted
+            return self._unheld
+        return Context(now, noted, True, queue.share_before(ticket), queue.overload.concerns(1))
 
     def _hold(
         self,

@@ -15,7 +15,7 @@ from typing import Final, Protocol, TypeAlias
 
 from mypy_extensions import mypyc_attr
 
-from lbproxy.net.dialing.above import REFERENCES
+from lbproxy.net.dialing.above import REFERENCES, may_name
 
 MAX_HEAD_BYTES: Final = 64 << 10
 MAX_FIELDS: Final = 128
@@ -350,6 +350,7 @@ class ResponseHead:
         "keep_alive",
         "length",
         "load_report",
+        "may_name",
         "reason",
         "refers",
         "status",
@@ -379,6 +380,8 @@ class ResponseHead:
         """The endpoint responded in HTTP/1.0."""
         self.refers = fixed.refers
         """A field may hold a URL."""
+        self.may_name = fixed.may_name
+        """A field may hold another form of an address: see `net.dialing.above`."""
         self.reason = fixed.reason
         """The line of an `x-lbproxy-reason`, which is not among the others, with its CRLF; empty if not given."""
 
@@ -448,6 +451,7 @@ class _FixedHead:
         "http10",
         "keep_alive",
         "load_report",
+        "may_name",
         "reason",
         "refers",
         "status",
@@ -463,6 +467,7 @@ class _FixedHead:
         kept.append(b"")
         self.end_to_end = b"\r\n".join(kept)
         self.refers = b"//" in self.end_to_end or any(line.partition(b":")[0].lower() in REFERENCES for line in kept)
+        self.may_name = may_name(kept)
         self.http10 = not minor
 
 

@@ -10,6 +10,7 @@ lbproxy; any other field with the address is left out. References to other hosts
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from functools import lru_cache
 from ipaddress import ip_address
 from typing import Final
@@ -30,6 +31,12 @@ _URL: Final = re.compile(
     rb"([/?#][^\s\"'<>,;\\]*)?",
     re.IGNORECASE,
 )
+
+
+def may_name(lines: Iterable[bytes]) -> bool:
+    """Whether a field line could have an address other than in `REFERENCES` or after `//`, with its `.` or `:`."""
+    fields = (line.partition(b":") for line in lines)
+    return any(name.lower() not in _ABOUT_CLIENTS and (b"." in value or b":" in value) for name, _, value in fields)
 
 
 @lru_cache(maxsize=4096)

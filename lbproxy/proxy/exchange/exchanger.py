@@ -51,11 +51,12 @@ class Exchanger:
         self.runtime.report_load(ticket, read_field(head.load_report))
         if wanted:
             head.end_to_end += head.load_report
+            head.may_name = True
         return head
 
     def conceal(self, head: ResponseHead, endpoint: Endpoint) -> None:
         """Take the endpoint's address out of a head for a client. Of another lbproxy the reason of an error passes."""
-        if head.refers or head.end_to_end.find(host_of(endpoint.base_url)) >= 0:
+        if head.refers or (head.may_name and head.end_to_end.lower().find(host_of(endpoint.base_url)) >= 0):
             head.end_to_end = as_ours(head.end_to_end, endpoint.base_url)
         if head.reason and endpoint.engine == LBPROXY:
             head.end_to_end += head.reason

@@ -6,18 +6,19 @@ elsewhere makes its browser send.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from lbproxy.config.sections.cors import ANY_ORIGIN
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.net.listening.sites import is_cross_origin, is_loopback_name, name_of
 
-MAX_KNOWN = 256
+MAX_KNOWN: Final = 256
 """Pairs of host and origin that are remembered: a handful of programs, or who tries many."""
-_WRONG_HOST = (
+_WRONG_HOST: Final = (
     "Without API keys, this address of lbproxy serves requests for localhost and loopback addresses only, and the Host "
     "of this one is another name. If it is lbproxy's, add it to listen.allowed_hosts."
 )
-_WRONG_ORIGIN = (
+_WRONG_ORIGIN: Final = (
     "Without API keys, this address of lbproxy refuses requests of web pages of other origins. If this page may use "
     "it, add its origin to cors.origins."
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from lbproxy.net.dialing.above import above, as_ours
+from lbproxy.net.dialing.above import REFERENCES, above, as_ours, may_name
 from lbproxy.net.dialing.below import below
 
 HERE = "http://gpu-1:8000"
@@ -71,6 +71,25 @@ def test_what_becomes_of_a_field(base_url: str, line: str, passes: str) -> None:
     around = "Content-Type: text/plain\r\nX-A: b\r\n"
     fields = f"{around}{line}\r\nX-Z: y\r\n".encode()
     assert as_ours(fields, base_url).decode() == around + (f"{passes}\r\n" if passes else "") + "X-Z: y\r\n"
+    found = may_name([line.encode()]) or "//" in line or line.partition(":")[0].lower().encode() in REFERENCES
+    assert found or passes == line, "nobody would have looked"
+
+
+@pytest.mark.parametrize(
+    ("line", "may"),
+    [
+        (b"content-type: text/event-stream; charset=utf-8", False),
+        (b"date: Sat, 28 Nov 2026 17:35:40 GMT", False),
+        (b"Server: uvicorn", False),
+        (b"", False),
+        (b"X-By: gpu-1:8000", True),
+        (b"X-By: 10.0.0.5", True),
+        (b"X-By: fd00::5", True),
+    ],
+)
+def test_usual_fields_name_nobody(line: bytes, may: bool) -> None:
+    """The heads of most responses are not searched for their endpoint's address."""
+    assert may_name([b"X-A: b", line]) is may
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,17 @@ def test_no_response_names_its_endpoints_address(status: int, request_: bytes, e
     run(main())
 
 
+def test_it_may_spell_its_name_as_it_likes() -> None:
+    async def main() -> None:
+        async with ScriptedEndpoint() as endpoint:
+            more = f"X-Backend: LocalHost:{endpoint.port}\r\n"
+            endpoint.scripts = {"/v1/chat/completions": answer(more=more)}
+            async with rig(f"http://localhost:{endpoint.port}") as it:
+                assert (await it.ask(post())).field("x-backend") is None
+
+    run(main())
+
+
 def test_neither_does_a_103_or_a_stream() -> None:
     async def main() -> None:
         async with ScriptedEndpoint() as endpoint:
