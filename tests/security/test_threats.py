@@ -20,7 +20,7 @@ from lbproxy.proxy.front.arrivals import GRACE_S, STOCK_S
 from lbproxy.proxy.front.connection import MAX_BUFFERED_BYTES
 from lbproxy.proxy.front.linger import LINGER_S, TLS_LINGER_S
 from lbproxy.proxy.request.walk import MAX_EMPTY_BYTES, MAX_EXTENSION_BYTES
-from lbproxy.proxy.sockets.socket_relay import FRAMES_AT_ONCE
+from lbproxy.proxy.sockets.socket_relay import FRAME_BYTES, PORTION_BYTES
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "SECURITY.md").read_text()
@@ -89,6 +89,6 @@ def test_the_bounds_on_the_page_are_those_of_the_code() -> None:
         f"{admin.MAX_UNSENT_BYTES >> 20} MiB of all connections",
         f"| {admin.STALL_S:g} s, and {LEAST_READ_RATE >> 10} KiB a second",
         f"{MAX_VIEWERS} streams; a frame each | {STALLED_S:g} s a frame",
-        f"of `json_body`; {FRAMES_AT_ONCE} in a turn",
+        f"of `json_body`; {PORTION_BYTES >> 10} KiB or {PORTION_BYTES // FRAME_BYTES} frames at once",
     ):
         assert text in " ".join(PAGE.split()), text

@@ -70,6 +70,16 @@ async def read_frame(reader: asyncio.StreamReader) -> tuple[int, bool, bytes]:
     return first & 0x0F, bool(first & 0x80), payload
 
 
+async def read_message(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    """Opcode and payload of the next one, in however many fragments it comes."""
+    opcode, fin, payload = await read_frame(reader)
+    while not fin:
+        kind, fin, more = await read_frame(reader)
+        assert kind == CONT
+        payload += more
+    return opcode, payload
+
+
 def close_of(payload: bytes) -> tuple[int, str]:
     """Code and reason."""
     return struct.unpack("!H", payload[:2])[0], payload[2:].decode()

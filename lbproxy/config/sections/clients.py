@@ -141,7 +141,7 @@ class LimitSettings(Section):
     """Bytes of any other request body (audio, images); at least json_body."""
     body_rate: Annotated[int, size("1", "1GiB")] = 16 * 1024
     """Minimum bytes per second of a request body, after its first 10 s; slower ones only hold memory and get 408. A
-    body that was faster may stand still for 20 s. Also of a WebSocket frame of more than 16 KiB."""
+    body that was faster may stand still for 20 s."""
     connections: Annotated[int, count("1", "1000000")] = 10_000
     """Client connections at a time; also at most 45 % of the process's limit of file descriptors."""
     buffered_bodies: Annotated[int, size("1MiB", "1024GiB")] | None = None

@@ -2,7 +2,7 @@
 """The deadlines of who connects to a listener: to complete a head that it began, and to read what it is sent.
 
 One sweep a second checks all connections with a deadline, and none runs without any: a timer for each would cost more
-than the precision is worth. So are clients' bodies and frames that arrive (proxy/front/arrivals.py); the idle time-out
+than the precision is worth. So are clients' bodies that arrive (proxy/front/arrivals.py); the idle time-out
 is aiohttp's.
 """
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What arrives in parts and is held until it is complete, bodies of requests and frames of WebSockets: which of them
-are too slow, and which make room for others.
+"""Bodies that arrive in parts and are held until they are complete: which of them are too slow, and which make room for
+others.
 
 *Too slow*: bytes earn time, at the least rate, and at most `STOCK_S` of it can be saved. So what keeps to the rate may
 take as long as it likes, and what stops is given up within `STOCK_S`, however much came before: by an average since
@@ -36,7 +36,7 @@ class Holder(Protocol):
 
 
 class Arrival:
-    """One body, or an incomplete frame."""
+    """One body."""
 
     def __init__(self, rate: float, ends_at: float, give_up: Callable[[LbError], None], now: float) -> None:
         self._rate = rate

@@ -9,9 +9,9 @@ by `arrivals`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Generator, Iterable
 from io import BytesIO
-from typing import Final, Protocol, cast
+from typing import Final, Generic, Protocol, TypeAlias, TypeVar, cast
 
 from aiohttp import web
 from aiohttp.streams import StreamReader
@@ -21,6 +21,7 @@ from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.requests.forms import FormWalk
 from lbproxy.core.requests.large_json import LargeJson
 from lbproxy.core.requests.outcome import LbError, Outcome
+from lbproxy.net.connections.backlog import Backlog
 from lbproxy.proxy.front.arrivals import Holder
 from lbproxy.proxy.front.connection import ClientConnection, fail_body
 from lbproxy.proxy.front.overload import Overload
@@ -29,6 +30,9 @@ from lbproxy.proxy.request.headers import RequestFields
 from lbproxy.proxy.request.reading import LargeFacts, Reading, has_json
 from lbproxy.proxy.request.routes import Form, Route, form_of
 
+Result = TypeVar("Result")
+Steps: TypeAlias = Generator[None, None, Result]
+"""Work in steps of 1 to 2 ms at most."""
 COPIES = 2
 """How often a body is in memory while it is read: in pieces, and joined. It counts as often until then."""
 STEP_BYTES: Final = 1 << 20
@@ -52,7 +56,7 @@ class Reader(Holder, Protocol):
 
 
 async def read_body(
-    request: web.BaseRequest, fields: RequestFields, route: Route, reader: Reader, overload: Overload
+    request: web.BaseRequest, fields: RequestFields, route: Route, reader: Reader, overload: Overload, backlog: Backlog
 ) -> bytes:
     """Read the complete body, which is not counted as held any more. Raises LbError: too large (before it is read, if
     announced), too slow, malformed, or no memory for it.
@@ -73,7 +77,7 @@ async def read_body(
         client.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     client.read_from(content)
     try:
-        body = await _read_up_to(limit, content, reader, overload, fields.content_length or 0)
+        body = await _read_up_to(limit, content, reader, overload, backlog, fields.content_length or 0)
         overload.release(reader)  # the caller counts it, once, before anything else happens
         return body
     except web.RequestPayloadError as error:
@@ -83,7 +87,9 @@ async def read_body(
         overload.arrivals.end(reader)
 
 
-async def _read_up_to(limit: int, content: StreamReader, reader: Reader, overload: Overload, announced: int) -> bytes:
+async def _read_up_to(
+    limit: int, content: StreamReader, reader: Reader, overload: Overload, backlog: Backlog, announced: int
+) -> bytes:
     """Read up to `limit` bytes; `announced` are expected, if that is known. Raises LbError when they are given up."""
     arrivals, settings = overload.arrivals, reader.settings
     rate, within_s = settings.limits.body_rate, settings.timeouts.client_body
@@ -99,37 +105,40 @@ async def _read_up_to(limit: int, content: StreamReader, reader: Reader, overloa
             overload.hold(reader, COPIES * len(piece) + PIECE_OVERHEAD_BYTES, max(announced, size))
             pieces.append(piece)
         arrivals.end(reader)
-        return await _joined(pieces)
+        return b"".join(pieces) if size <= STEP_BYTES else await done_in_turns(_joined(pieces), backlog)
     finally:
         pieces.clear()  # an error refers to this frame, and is itself referred to by what it refers to
         piece = b""
 
 
 async def read_large(
-    request: ClientRequest, reading: Reading, reader: Reader, overload: Overload
+    request: ClientRequest, reading: Reading, reader: Reader, overload: Overload, backlog: Backlog
 ) -> tuple[ClientRequest, LargeFacts]:
     """Read a request with a large body, JSON or a form, in many short turns of the loop. Returns the request to
     send, and its content. Raises LbError.
     """
+    overload.hold(reader, len(request.body))
+    return await done_in_turns(_read(request, reading, reader.record), backlog)
+
+
+def _read(request: ClientRequest, reading: Reading, record: RequestRecord) -> Steps[tuple[ClientRequest, LargeFacts]]:
     body = request.body
-    overload.hold(reader, len(body))
     large = LargeJson(body) if has_json(request) else FormWalk(body, request.fields.content_type)
-    await _in_turns(large.step)
-    facts, request = reading.read(request, reader.record, large)
+    while large.step():
+        yield
+    yield  # what comes next takes long enough
+    facts, request = reading.read(request, record, large)
     flattening, prompt = reading.flattening(request, facts), None
     if flattening is not None:
-        await _in_turns(flattening.step)
+        yield
+        while flattening.step():
+            yield
+        yield
         prompt = flattening.prompt()
     return request, LargeFacts(facts, prompt)
 
 
-async def _in_turns(step: Callable[[], bool]) -> None:
-    for _ in iter(step, False):
-        await asyncio.sleep(0)
-    await asyncio.sleep(0)  # what comes next takes long enough
-
-
-async def _joined(pieces: Iterable[bytes]) -> bytes:
+def _joined(pieces: Iterable[bytes]) -> Steps[bytes]:
     """Join in short turns of the loop: 64 MiB take 50 ms."""
     joined = BytesIO()
     left = STEP_BYTES
@@ -138,8 +147,42 @@ async def _joined(pieces: Iterable[bytes]) -> bytes:
             left -= joined.write(piece[at : at + STEP_BYTES])
             if left <= 0:
                 left = STEP_BYTES
-                await asyncio.sleep(0)
+                yield
     return joined.getvalue()  # makes no copy
+
+
+async def done_in_turns(steps: Steps[Result], backlog: Backlog) -> Result:
+    """Do all steps, in later turns of the loop, beside what others have to do. Returns what they return, or raises
+    that.
+    """
+    # Nothing here refers to the future: an error that it raises would refer to this, and so for hours to itself.
+    return await _Stepper(steps, backlog).result
+
+
+class _Stepper(Generic[Result]):
+    """A net.connections.backlog.Walker with steps to do."""
+
+    def __init__(self, steps: Steps[Result], backlog: Backlog) -> None:
+        self.result: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self._steps = steps
+        self._backlog = backlog
+        backlog.add(self)
+
+    def walk_on(self) -> None:
+        """See net.connections.backlog.Walker."""
+        result = self.result
+        if result.done():
+            return  # who waited for it has gone
+        try:
+            next(self._steps)
+        except StopIteration as end:
+            result.set_result(end.value)
+        except LbError as error:
+            result.set_exception(error.with_traceback(None))  # which would refer to this
+        except Exception as error:  # noqa: BLE001 - who waits for it gets it
+            result.set_exception(error)
+        else:
+            self._backlog.add(self)
 
 
 def _too_large(limit: int) -> LbError:

@@ -92,6 +92,7 @@ class FrontEnd(web.Server):
         self.forwarding = self.requests.forwarding
         self.max_plain_body_bytes = min(settings.limits.json_body, PARSE_AT_ONCE_BYTES)
         self.cork = exchanger.connections.cork
+        self.backlog = exchanger.connections.backlog
         head_s, stall_s = settings.timeouts.client_head, settings.timeouts.client_stall
         self.deadlines = Deadlines(
             runtime.loop, runtime.pulse, head_s=head_s, stall_s=stall_s, arrivals=overload.arrivals
@@ -338,7 +339,7 @@ class FrontEnd(web.Server):
         if fields.max_forwards is not None and not may_forward(request.method, fields):
             turn.respond(200, b"{}", allow=", ".join(sorted(route.methods)))
             return
-        body = await read_body(request, fields, route, turn, self.overload)
+        body = await read_body(request, fields, route, turn, self.overload, self.backlog)
         if may_generate(request.method, record.path):
             fields.forward = asking_as_it_is(fields.forward)
         http10 = request.version == (1, 0)
@@ -348,7 +349,7 @@ class FrontEnd(web.Server):
         elif len(body) <= PARSE_AT_ONCE_BYTES or not (has_json(read) or has_form(read)):
             requests.start_exchange(read, turn)
         else:
-            sent, facts = await read_large(read, requests.reading, turn, self.overload)
+            sent, facts = await read_large(read, requests.reading, turn, self.overload, self.backlog)
             requests.start_exchange(sent, turn, facts)
 
     async def _change_adapters(self, request: ClientRequest, turn: Turn) -> None:

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import TypeVarTuple, cast
 
 from lbproxy.core.observed.record import RequestRecord
-from lbproxy.core.requests.outcome import LbError, Outcome
+from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
+from lbproxy.net.connections.backlog import Walker
 from lbproxy.net.connections.h1 import ResponseHead
 from lbproxy.net.connections.pool import Connection
 from lbproxy.proxy.exchange.steps import FINISHED, SWITCHED
@@ -139,29 +140,9 @@ class SocketTurn(Turn):
         assert self._ticket is not None
         self._shared.runtime.progress(self._ticket, messages)
 
-    def hold(self, size: int) -> None:
+    def walk_later(self, walker: Walker) -> None:
         """See socket_relay.Owner."""
-        more, overload = size - self.held_bytes, self._front.overload
-        if not size:
-            overload.release(self)
-        elif more:
-            if more < 0 or not self.held_bytes:
-                self._watch_frame()  # another one
-            overload.arrivals.moved(self, max(more, 0))
-            overload.hold(self, more, size)
-
-    def _watch_frame(self) -> None:
-        rate = self._shared.settings.limits.body_rate
-        self._front.overload.arrivals.begin(self, rate, lambda error: self._guarded(self._give_up_frame, error))
-
-    def _give_up_frame(self, error: LbError) -> None:
-        """A frame is too slow, or others need its memory."""
-        if self._socket is None or self.step is not SWITCHED:
-            return
-        if error.outcome is Outcome.OVERLOADED:
-            self.cut(error.outcome)
-        elif not self._socket.end_late_frame():
-            self._watch_frame()
+        self._shared.connections.backlog.add(walker)
 
     def end_server(self, *, at_once: bool) -> None:
         """See socket_relay.Owner."""

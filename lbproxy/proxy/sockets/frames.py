@@ -25,8 +25,11 @@ INTERNAL_ERROR: Final = 1011
 TRY_AGAIN_LATER: Final = 1013
 """Close codes: RFC 6455, section 7.4.1, and IANA's registry."""
 DATA: Final = frozenset({Opcode.CONT, Opcode.TEXT, Opcode.BINARY})
-PIECE_BYTES: Final = 1 << 20
-"""Divisible by four, the length of a mask. To pass so much on takes 1 to 2 ms of the event loop."""
+PIECE_BYTES: Final = 64 << 10
+"""Divisible by four, the length of a mask. It is as much as is buffered for a client besides a read, so that nobody has
+to count what incomplete frames hold; messages of speech and of text are smaller."""
+MAX_CONTROL_BYTES: Final = 125
+"""RFC 6455, section 5.5."""
 _TWO_BYTES: Final = 126
 """In place of a length: it follows in two bytes; 127: in eight."""
 MAX_REASON_BYTES: Final = 123
@@ -55,7 +58,7 @@ class FrameError(Exception):
 
 class FrameReader:
     """Splits the bytes of one peer into frames. A large frame of data comes as the fragments of it that arrived, which
-    mean the same (RFC 6455, section 5.4): at most `PIECE_BYTES` are held, and unmasked at a time.
+    mean the same (RFC 6455, section 5.4): less than `PIECE_BYTES` of a frame are held, and so much unmasked at a time.
     """
 
     def __init__(self, *, masked: bool, max_bytes: int) -> None:
@@ -85,7 +88,7 @@ class FrameReader:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the incomplete frame."""
+        """Bytes that were not yielded yet."""
         return len(self._bytes.buffer)
 
 
@@ -104,13 +107,13 @@ def _frames(source: StreamReader, masked: bool, max_bytes: int) -> Generator[Fra
             left = int.from_bytes((yield from source.read_exact(2 if left == _TWO_BYTES else 8)), "big")
         if left > max_bytes:
             raise PayloadTooBig(left, max_bytes)
+        if left > MAX_CONTROL_BYTES and opcode not in DATA:
+            raise ProtocolError("control frame too long")
         mask = (yield from source.read_exact(4)) if masked else b""
         fin, reserved = bool(first & 0x80), [bool(first & bit) for bit in (0x40, 0x20, 0x10)]
         while True:
-            size = min(left, PIECE_BYTES) if opcode in DATA else left
+            size = min(left, PIECE_BYTES)
             left -= size
-            if size > PIECE_BYTES:
-                raise ProtocolError("control frame too long")
             data: bytes | bytearray = yield from source.read_exact(size)
             frame = Frame(opcode, _apply_mask(data, mask) if masked else data, fin and not left, *reserved)
             frame.check()

@@ -4,9 +4,14 @@
 from __future__ import annotations
 
 import asyncio
+import select
 from collections.abc import Callable
+from typing import Final
 
 from lbproxy.proxy.sockets.frames import Frame, FrameReader
+
+_GONE: Final = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
+"""Not every system tells that the peer sends nothing more."""
 
 
 class Side:
@@ -27,8 +32,14 @@ class Side:
         """A close frame was sent to it, ours or the other side's."""
         self.is_paused = False
         """It is not read."""
+        self.go_on: Callable[[], None] = lambda: None
+        """Passes more of what arrived on."""
         self._transport = transport
         self._masks = not masked
+
+    def walk_on(self) -> None:
+        """See net.connections.backlog.Walker."""
+        self.go_on()
 
     def send(self, frame: Frame) -> int:
         """Write a frame, if the connection is open. Returns its size in bytes."""
@@ -49,3 +60,17 @@ class Side:
             transport.resume_reading()
         else:
             transport.pause_reading()
+
+    def abort_if_gone(self) -> bool:
+        """Abort the connection if its peer has closed it, which is not noticed while nothing is read. Returns whether
+        that was done.
+        """
+        transport = self._transport()
+        if transport is None or transport.is_closing():
+            return False
+        look = select.poll()
+        look.register(transport.get_extra_info("socket"), _GONE)
+        if not look.poll(0):
+            return False
+        transport.abort()
+        return True

@@ -3,8 +3,8 @@
 
 Theory of operation. Each frame is passed on as soon as it is complete, with its opcode, its FIN bit and its payload
 unchanged; only the mask differs. So fragments stay fragments, pings and pongs are the peers' own, and a message may be
-larger than what lbproxy holds. A large frame becomes fragments as it arrives. As no frame is sent in parts, a close
-frame of lbproxy can follow any frame.
+larger than what lbproxy holds. A large frame becomes fragments as it arrives, so that nearly nothing of it is held. As
+no frame is sent in parts, a close frame of lbproxy can follow any frame.
 
     stage     event                                                             next stage
     OPEN      a close frame of one side was passed on                           CLOSING
@@ -14,7 +14,8 @@ frame of lbproxy can follow any frame.
 
 Invariants:
 
-- A side is read only while the other one reads what it is sent.
+- A side is read only while the other one reads what it is sent, and once all that was read of it is passed on: a
+  portion at once, the rest in later turns of the loop (`net.connections.backlog`).
 - Each side gets one close frame, unless its connection is lost; nothing follows it.
 - Nothing is retried: messages cannot be sent again by lbproxy.
 """
@@ -24,11 +25,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from enum import Enum
+from functools import partial
 from typing import Final, Protocol, TypeVarTuple
 
 from lbproxy.core.observed.record import RequestRecord
-from lbproxy.core.requests.outcome import LbError, Outcome
-from lbproxy.proxy.exchange.exchanger import LARGE_BODY_BYTES
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.net.connections.backlog import Walker
 from lbproxy.proxy.exchange.relay import PROGRESS_S
 from lbproxy.proxy.sockets import frames
 from lbproxy.proxy.sockets.frames import DATA, Frame, FrameError, close_frame, is_close, is_pong, ping_frame
@@ -36,10 +38,13 @@ from lbproxy.proxy.sockets.side import Side
 from lbproxy.request_runtime import RequestRuntime
 
 Arguments = TypeVarTuple("Arguments")
-FRAMES_AT_ONCE: Final = 128
-"""Of one side in a turn of the event loop: about 2 ms of frames without payload."""
+PORTION_BYTES: Final = 64 << 10
+"""Of one side in a turn of the event loop: about 0.2 ms."""
+FRAME_BYTES: Final = 4 << 10
+"""What a frame costs besides its payload."""
 CLOSE_S: Final = 10.0
-"""How long a side may take to respond to a close frame with its own: the time-out of the library `websockets`."""
+"""How long a side may take to respond to a close frame with its own, the time-out of the library `websockets`; and how
+long what a client sent is passed on after it has closed its connection."""
 PONG_S: Final = 20.0
 """How long a side may take to respond to our ping: likewise."""
 _CUTS: Final = {
@@ -60,8 +65,8 @@ class Owner(Protocol):
         """Report more messages of the endpoint; at most every `PROGRESS_S`."""
         ...
 
-    def hold(self, size: int) -> None:
-        """Report the held bytes of incomplete frames. Raises LbError if there is no room for them."""
+    def walk_later(self, walker: Walker) -> None:
+        """Have it walk on in a later turn of the loop."""
         ...
 
     def end_server(self, *, at_once: bool) -> None:
@@ -97,9 +102,15 @@ class SocketRelay:
         self._idle_s = idle_s
         self._ping = b""
         """The payload of our ping, while it is out."""
+        self._asked_at = 0.0
+        """When a client that is not read was last sent a ping."""
         self._messages = 0
         """Messages that were not reported as progress yet."""
         self._progress_at = 0.0
+        self._lost: str | None = None
+        """Why the endpoint's connection was lost, before all that came of it was passed on."""
+        for side in (client, server):
+            side.go_on = partial(owner.guarded, self._walk_on, side)
         client.heard_at = server.heard_at = self._armed_at = runtime.now()
         self._timer = runtime.loop.call_later(idle_s, self._on_timer)
 
@@ -133,17 +144,16 @@ class SocketRelay:
         side.is_full = False
         other = self._other(side)
         if other.has_backlog:
-            self._resume_deferred(other)
+            self._owner.walk_later(other)
         self._read(other)
 
     def server_lost(self, problem: str) -> None:
         """The endpoint's connection is closed or broken."""
-        while self.server.has_backlog and not self.is_finished:
-            self.server.has_backlog = False
-            self._take(self.server, b"")
         if self.is_finished:
             return
-        if self.server.close_received or self.client.close_received:
+        if self.server.has_backlog:
+            self._lost = problem
+        elif self.server.close_received or self.client.close_received:
             self._send_close(self.client, frames.NORMAL, "")
             self._end(Outcome.COMPLETED)
         else:
@@ -171,22 +181,23 @@ class SocketRelay:
     def _take(self, side: Side, data: bytes) -> None:
         if self.is_finished or side.close_received:
             return  # RFC 6455, section 5.5.1: nothing follows a close frame
-        side.heard_at = self._runtime.now()
+        if data:
+            side.heard_at = self._runtime.now()
+        left = PORTION_BYTES
         try:
-            for count, frame in enumerate(side.reader.feed(data), 1):
+            for frame in side.reader.feed(data):
                 if not self._pass(side, frame):
                     return
-                if count == FRAMES_AT_ONCE:
-                    self._defer(side)
+                left -= FRAME_BYTES + len(frame.data)
+                if left <= 0:
                     break
         except FrameError as error:
             self._malformed(side, error)
             return
-        held = self.client.reader.held_bytes + self.server.reader.held_bytes
-        try:
-            self._owner.hold(held if held > LARGE_BODY_BYTES else 0)
-        except LbError:
-            self.cut(Outcome.OVERLOADED)
+        if left <= 0 and side.reader.held_bytes:
+            side.has_backlog = True
+            self._owner.walk_later(side)
+        self._read(side)
 
     def _pass(self, side: Side, frame: Frame) -> bool:
         """Pass one frame to the other side. Returns whether more may follow from this one."""
@@ -222,17 +233,28 @@ class SocketRelay:
         if side is self.server and code not in {None, frames.NORMAL, frames.GOING_AWAY}:
             self._record.error = f"the endpoint closed the WebSocket with code {code}"
 
-    def _defer(self, side: Side) -> None:
-        """There are more frames than should be passed on in one turn of the event loop."""
-        side.has_backlog = True
-        self._read(side)
-        self._runtime.loop.call_soon(self._owner.guarded, self._resume_deferred, side)
+    def _walk_on(self, side: Side) -> None:
+        """Pass more of what was read on; `write_resumed` has it walk on if the other side is full."""
+        if not side.has_backlog or (self._other(side).is_full and self.stage is Stage.OPEN):
+            return
+        if side is self.client and self._runtime.now() - side.heard_at > CLOSE_S and self._is_client_gone():
+            return
+        side.has_backlog = False
+        self._take(side, b"")
+        if self._lost is not None and not self.server.has_backlog:
+            self.server_lost(self._lost)
 
-    def _resume_deferred(self, side: Side) -> None:
-        if side.has_backlog and not (self._other(side).is_full and self.stage is Stage.OPEN):
-            side.has_backlog = False
-            self._take(side, b"")
-            self._read(side)
+    def _is_client_gone(self) -> bool:
+        """Ask a client of which nothing is read, since what it sent takes so long; abort its connection if it has gone.
+        Its host tells that only when it is sent something: its own end waits behind all that was not read.
+        """
+        client = self.client
+        if client.abort_if_gone():
+            return True
+        if self._asked_at < client.heard_at and not client.close_sent:
+            self._asked_at = self._runtime.now()
+            self._record.response_bytes += client.send(ping_frame(b""))  # a pong that nobody asked for means nothing
+        return False
 
     def _malformed(self, side: Side, error: FrameError) -> None:
         if side is self.client:
@@ -245,24 +267,6 @@ class SocketRelay:
             self._send_close(self.client, frames.INTERNAL_ERROR, "the model server broke the protocol")
             self._send_close(self.server, error.code, str(error))
             self._end(Outcome.UPSTREAM_BROKE)
-
-    def end_late_frame(self) -> bool:
-        """End it, as the largest of its incomplete frames does not arrive in time. Returns False if that is not read,
-        because the other side does not read either.
-        """
-        late = max(self.client, self.server, key=lambda side: side.reader.held_bytes)
-        if late.is_paused:
-            return False
-        if late is self.client:
-            self._record.error = "a frame of the client arrived too slowly"
-            self._send_close(self.client, frames.POLICY_VIOLATION, "a frame arrived too slowly")
-            self._send_close(self.server, frames.GOING_AWAY, "the client is too slow")
-            self._end(Outcome.BODY_TIMEOUT)
-        else:
-            self._record.error = "a frame of the endpoint arrived too slowly"
-            self._send_close(self.client, frames.INTERNAL_ERROR, "the model server is too slow")
-            self._end(Outcome.UPSTREAM_BROKE, timed_out=True)
-        return True
 
     # Back-pressure
 

@@ -10,7 +10,7 @@ from math import inf
 import pytest
 
 from lbproxy.core.requests.retry import UpstreamError
-from lbproxy.net.connections.backlog import WALKS_A_TURN
+from lbproxy.net.connections.backlog import TURN_S, Backlog
 from lbproxy.net.connections.h1 import LINES_AT_ONCE, PayloadWatcher, ResponseHead
 from lbproxy.net.connections.patience import NO_LIMITS
 from lbproxy.net.connections.pool import Connection, ConnectionPool
@@ -99,6 +99,13 @@ class Stream(PayloadWatcher):
         return len(self.data) // len(CHUNK)
 
 
+def slow_pool() -> ConnectionPool:
+    """Of which one connection walks in a turn."""
+    pool = ConnectionPool()
+    pool.backlog = Backlog(pool.loop, count().__next__)
+    return pool
+
+
 async def turns(number: float = inf) -> int:
     """So many turns of the loop; or as many as it takes until nothing happens any more."""
     loop = asyncio.get_running_loop()
@@ -113,7 +120,7 @@ def test_of_a_read_of_tiny_chunks_one_turn_walks_few_and_all_arrive_in_order() -
     """10,000 chunks at once took 10 ms, for each stream of a server that writes so: nobody else was served."""
 
     async def main() -> None:
-        pool = ConnectionPool()
+        pool = slow_pool()
         stream, other = Stream(pool), Stream(pool)
         body = b"".join(b"1\r\n%d\r\n" % (n % 10) for n in range(10_000)) + LAST
         stream.connection.data_received(body)
@@ -137,15 +144,15 @@ def test_of_a_read_of_tiny_chunks_one_turn_walks_few_and_all_arrive_in_order() -
 
 def test_many_such_streams_together_get_no_more_of_a_turn() -> None:
     async def main() -> None:
-        pool = ConnectionPool()
-        streams = [Stream(pool) for _ in range(5 * WALKS_A_TURN)]
+        pool = slow_pool()
+        streams = [Stream(pool) for _ in range(40)]
         for stream in streams:
             stream.connection.data_received(CHUNK * 1000 + LAST)
         before = [stream.lines for stream in streams]
-        for _ in range(20):
+        for _ in range(100):
             await turns(1)
             now = [stream.lines for stream in streams]
-            assert sum(now) - sum(before) <= WALKS_A_TURN * LINES_AT_ONCE
+            assert sum(now) - sum(before) <= LINES_AT_ONCE
             assert max(now) - min(now) <= LINES_AT_ONCE, "each in its turn"
             before = now
         await turns()
@@ -158,7 +165,7 @@ def test_many_such_streams_together_get_no_more_of_a_turn() -> None:
 @pytest.mark.parametrize("trailer", [b"T: x\r\n" * 1000, b"a:\r\n" * 1000])
 def test_trailers_are_walked_by_turns_too(trailer: bytes) -> None:
     async def main() -> None:
-        pool = ConnectionPool()
+        pool = slow_pool()
         stream = Stream(pool)
         stream.connection.data_received(CHUNK + b"0\r\n" + trailer + b"\r\n")
         assert len(stream.data) < len(CHUNK) + LINES_AT_ONCE * 6
@@ -172,7 +179,7 @@ def test_trailers_are_walked_by_turns_too(trailer: bytes) -> None:
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_loss_in_between_comes_after_what_came_before_it(whole: bool) -> None:
     async def main() -> None:
-        pool = ConnectionPool()
+        pool = slow_pool()
         stream = Stream(pool)
         body = CHUNK * 1000 + (LAST if whole else b"")
         stream.connection.data_received(body)
@@ -189,7 +196,7 @@ def test_a_loss_in_between_comes_after_what_came_before_it(whole: bool) -> None:
 
 def test_a_receiver_that_is_full_stops_the_walk_too() -> None:
     async def main() -> None:
-        pool = ConnectionPool()
+        pool = slow_pool()
         stream = Stream(pool)
         stream.connection.data_received(CHUNK * 1000)
         for _ in range(3):
@@ -214,7 +221,7 @@ def test_a_receiver_that_is_full_stops_the_walk_too() -> None:
 
 def test_after_an_abort_nothing_is_walked() -> None:
     async def main() -> None:
-        pool = ConnectionPool()
+        pool = slow_pool()
         stream = Stream(pool)
         stream.connection.data_received(CHUNK * 1000)
         stream.connection.abort()
@@ -229,7 +236,7 @@ def test_after_an_abort_nothing_is_walked() -> None:
 
 def test_bad_chunks_in_what_waits_break_it() -> None:
     async def main() -> None:
-        pool = ConnectionPool()
+        pool = slow_pool()
         stream = Stream(pool)
         stream.connection.data_received(CHUNK * 1000 + b"no size\r\n")
         await turns()
@@ -245,7 +252,7 @@ def test_a_defect_in_a_later_turn_closes_the_connection() -> None:
     """As a transport does itself where `data_received` raises: else the exchange would hang."""
 
     async def main() -> None:
-        pool = ConnectionPool()
+        pool = slow_pool()
         stream = Stream(pool)
         stream.connection.data_received(CHUNK * 1000)
         stream.feed = None  # type: ignore[method-assign, assignment]
@@ -263,7 +270,7 @@ def test_who_reads_again_just_before_the_rest_is_walked_does_not_stop_the_connec
     """The rest was due twice then: the second time there was none, and nothing was ever read again."""
 
     async def main() -> None:
-        pool = ConnectionPool()
+        pool = slow_pool()
         stream = Stream(pool)
         stream.connection.data_received(CHUNK * (LINES_AT_ONCE + 1))
         stream.connection.pause()
@@ -274,5 +281,42 @@ def test_who_reads_again_just_before_the_rest_is_walked_does_not_stop_the_connec
         stream.connection.data_received(LAST)
         assert stream.end == "ended"
         pool.close()
+
+    run(main(), plain=True)
+
+
+class Walk:
+    """Takes a third of a turn's time, so many times."""
+
+    def __init__(self, backlog: Backlog, times: int, seen: list[int], clock: list[float]) -> None:
+        self.left = times
+        self._backlog = backlog
+        self._seen = seen
+        self._clock = clock
+
+    def walk_on(self) -> None:
+        self._clock[0] += TURN_S / 2.5
+        self._seen[-1] += 1
+        self.left -= 1
+        if self.left == 0:
+            raise ValueError("the last one fails")
+        self._backlog.add(self)
+
+
+def test_all_work_together_has_a_time_in_each_turn_and_what_fails_holds_nobody_up() -> None:
+    async def main() -> None:
+        loop, clock, seen, failures = asyncio.get_running_loop(), [0.0], [0], []
+        loop.set_exception_handler(lambda _, context: failures.append(context["exception"]))
+        backlog = Backlog(loop, lambda: clock[0])
+        walks = [Walk(backlog, times, seen, clock) for times in (1, 7, 4, 30)]
+        for walk in walks:
+            backlog.add(walk)
+            backlog.add(walk)
+        while any(walk.left for walk in walks):
+            await asyncio.sleep(0)
+            seen.append(0)
+        assert max(seen) == 3
+        assert sum(seen) == 42
+        assert len(failures) == 4
 
     run(main(), plain=True)

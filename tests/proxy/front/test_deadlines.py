@@ -18,6 +18,7 @@ from aiohttp.streams import StreamReader
 from lbproxy.config.tree import Settings
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.requests.outcome import LbError, Outcome
+from lbproxy.net.connections.backlog import Backlog
 from lbproxy.net.listening import deadlines
 from lbproxy.net.listening.deadlines import LEAST_READ_RATE
 from lbproxy.proxy.front import arrivals, bodies
@@ -175,7 +176,7 @@ async def upload(*pieces: int, body_rate: int, more: str = "") -> int:
     content = StreamReader(protocol, 1 << 26, loop=loop)
     overload = Overload(settings.limits, Unmetered(), Arrivals(loop.time))
     reader = BodyReader(settings)
-    reading = loop.create_task(bodies._read_up_to(settings.limits.body, content, reader, overload, 0))
+    reading = loop.create_task(bodies._read_up_to(settings.limits.body, content, reader, overload, Backlog(loop), 0))
     for size in pieces:
         content.feed_data(b"x" * size)
         await asyncio.sleep(1.0)

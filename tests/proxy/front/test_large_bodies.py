@@ -4,12 +4,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import itertools
+import weakref
+from collections.abc import Generator
 
 import pytest
 
+from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.outline import PARSE_AT_ONCE_BYTES
+from lbproxy.net.connections.backlog import Backlog
 from lbproxy.proxy.front import server
-from lbproxy.proxy.front.bodies import read_large
+from lbproxy.proxy.front.bodies import done_in_turns, read_large
 from lbproxy.proxy.front.overload import Overload
 from lbproxy.proxy.front.turn import Turn
 from lbproxy.proxy.request.client_request import ClientRequest
@@ -45,11 +51,11 @@ def test_a_large_body_leaves_turns_of_the_loop_to_others(send: bytes, monkeypatc
             await asyncio.sleep(0)
 
     async def counted(
-        request: ClientRequest, reading: Reading, turn: Turn, overload: Overload
+        request: ClientRequest, reading: Reading, turn: Turn, overload: Overload, backlog: Backlog
     ) -> tuple[ClientRequest, LargeFacts]:
         began = turns
         try:
-            return await read_large(request, reading, turn, overload)
+            return await read_large(request, reading, turn, overload, backlog)
         finally:
             taken.append(turns - began)
 
@@ -58,6 +64,7 @@ def test_a_large_body_leaves_turns_of_the_loop_to_others(send: bytes, monkeypatc
     async def main() -> None:
         counting = asyncio.create_task(count())
         async with ScriptedEndpoint() as endpoint, rig(endpoint.url) as it:
+            it.front.backlog = Backlog(asyncio.get_running_loop(), itertools.count().__next__)
             assert (await it.ask(send)).status == 200
             assert endpoint.requests[0].body == send.partition(b"\r\n\r\n")[2]
         counting.cancel()
@@ -79,5 +86,58 @@ def test_a_small_body_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         async with ScriptedEndpoint() as endpoint, rig(endpoint.url) as it:
             for send in (prompt(PARSE_AT_ONCE_BYTES - 1000), upload(PARSE_AT_ONCE_BYTES - 1000)):
                 assert (await it.ask(send)).status == 200
+
+    run(main())
+
+
+def test_the_steps_of_many_bodies_take_no_more_of_a_turn_than_those_of_one() -> None:
+    """One step of each in every turn: 200 bodies made everybody wait for 200 of them."""
+    done = 0
+
+    def steps(number: int) -> Generator[None, None, int]:
+        nonlocal done
+        for _ in range(number):
+            done += 1
+            yield
+        return number
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        backlog = Backlog(loop, itertools.count().__next__)  # a step takes a second
+        tasks = [asyncio.create_task(done_in_turns(steps(5 + n), backlog)) for n in range(20)]
+        tasks[7].cancel()
+        while not all(task.done() for task in tasks):
+            before = done
+            await asyncio.sleep(0)
+            assert done - before <= 1
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [one for one in results if isinstance(one, int)] == [5 + n for n in range(20) if n != 7]
+        assert done <= sum(range(5, 25)) - 12
+
+    run(main(), plain=True)
+
+
+class Body:
+    """What a reader holds."""
+
+
+def test_a_body_that_is_refused_is_free_at_once() -> None:
+    """An error that refers to what it is raised from, and is referred to by that, is looked at hours later."""
+    held: list[weakref.ref[Body]] = []
+
+    def steps() -> Generator[None, None, None]:
+        body = Body()
+        held.append(weakref.ref(body))
+        yield
+        raise LbError(Outcome.INVALID_JSON)
+
+    async def main() -> None:
+        gc.disable()
+        try:
+            with pytest.raises(LbError):
+                await done_in_turns(steps(), Backlog(asyncio.get_running_loop()))
+            assert held[0]() is None
+        finally:
+            gc.enable()
 
     run(main())
