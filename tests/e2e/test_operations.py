@@ -36,7 +36,7 @@ from tests.support.endpoint import (
     event,
 )
 from tests.support.load import load
-from tests.support.process import LBPROXY, Process, changing, lbproxy, lbproxy_beside, mock
+from tests.support.process import LBPROXY, LISTEN, Process, changing, lbproxy, lbproxy_beside, mock
 from tests.support.workers import one_process, with_workers
 
 MODELS = answer(b'{"object":"list","data":[{"id":"m","object":"model"}]}')
@@ -52,7 +52,7 @@ def fleet() -> Iterator[list[str]]:
 def settings(folder: Path, endpoints: list[str], more: str = "") -> None:
     """Write the settings file anew."""
     listing = "".join(f"  - {url}\n" for url in endpoints)
-    text = f"listen: 127.0.0.1:0\nadmin: 127.0.0.1:0\n{more}\nendpoints:\n{listing}"
+    text = f"{LISTEN}\nadmin: 127.0.0.1:0\n{more}\nendpoints:\n{listing}"
     (folder / "cfg.yaml").write_text(with_workers(text))
 
 

@@ -126,7 +126,7 @@ def test_a_rolling_restart_fails_no_request(tmp_path: Path, how: signal.Signals)
                 folder.mkdir(exist_ok=True)
                 config = folder / "cfg.yaml"
                 config.write_text(
-                    f"listen: 127.0.0.1:{ports[number]}\nadmin: 127.0.0.1:0\n"
+                    f"listen: {{host: 127.0.0.1, port: {ports[number]}, allowed_hosts: [lb]}}\nadmin: 127.0.0.1:0\n"
                     f"replicas: {{url: '{redis.url}', name: lb{number}}}\ndrain: {{lame_duck: 0s}}\n"
                     f"endpoints: [{', '.join(servers)}]\n"
                 )

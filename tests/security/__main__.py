@@ -27,7 +27,7 @@ from lbproxy.proxy.request.keys import KeyRing
 from tests.support.aio import until
 from tests.support.endpoint import NOT_FOUND, OK, Script, ScriptedEndpoint, answer
 from tests.support.load import load
-from tests.support.process import Process, mock
+from tests.support.process import LISTEN, Process, mock
 from tests.support.rig import RawClient, post
 from tests.support.tls import Authority
 
@@ -57,7 +57,7 @@ async def timing() -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder, mock("--speed", "20") as (_, server):
         config = Path(folder) / "cfg.yaml"
         settings = f"log: {{access: false}}\nauth: {{keys: ['{KEY}']}}\nendpoints: [{server}]\n"
-        config.write_text(f"listen: 127.0.0.1:0\nadmin: null\n{settings}")
+        config.write_text(f"{LISTEN}\nadmin: null\n{settings}")
         with Process("--config", str(config)) as process:
             port = int(process.wait_for(r"listens on http://127.0.0.1:(\d+)")[1])
             whole: dict[str, list[float]] = {FIRST: [], LAST: []}
@@ -108,7 +108,7 @@ async def names() -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         async with ScriptedEndpoint(scripts) as endpoint:
             config = Path(folder) / "cfg.yaml"
-            config.write_text(f"listen: 127.0.0.1:0\nadmin: 127.0.0.1:0\nendpoints: ['{endpoint.url}']\n")
+            config.write_text(f"{LISTEN}\nadmin: 127.0.0.1:0\nendpoints: ['{endpoint.url}']\n")
             with Process("--config", str(config)) as process:
                 match = await asyncio.to_thread(process.wait_for, r"listens on (http://\S+), admin on (http://\S+);")
                 await until(lambda: '"to":"up"' in process.read(), "it is up")

@@ -23,7 +23,8 @@ from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec
 from lbproxy.runtime import Runtime
 
 logger = logging.getLogger("lbproxy")
-REST_S: Final = 10.0
+REST_S: Final = 1.0
+"""A server that is restarted with other ranks a few times in a minute is followed at once, or nearly."""
 MAX_REST_S: Final = 600.0
 """A server that goes on to show other numbers of ranks gets a change so rarely; after twice as long without one, it is
 believed again."""

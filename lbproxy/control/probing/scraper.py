@@ -412,6 +412,7 @@ class Scraper:
         self._count(error.result)
         self._failures += 1
         self._idle = False
+        self._shown = 0, 0  # what comes next may be another process, whose first page counts
         if self._failures == FAILURES_UNTIL_SLOW:
             self._forget()
         self._in_vain = error.answered and self.status.engine is None
