@@ -257,7 +257,7 @@ def test_the_text_of_a_key_is_nowhere(server: str, tmp_path: Path) -> None:
 
 
 def encrypted(cert: Path, key: Path) -> str:
-    return f"{{host: 127.0.0.1, port: 0, tls: {{cert: {cert}, key: {key}}}}}"
+    return f"{{host: 127.0.0.1, port: 0, allowed_hosts: [lb], tls: {{cert: {cert}, key: {key}}}}}"
 
 
 def serial(url: str, context: ssl.SSLContext) -> str:

@@ -255,13 +255,16 @@ def test_a_budget_survives_the_balancer_process(servers: list[str], tmp_path: Pa
             await until(lambda: clients.done > 5)
         assert clients.failed == []
         async with streams(it, LONG):
-            await asyncio.sleep(3 * COUNT_EVERY_S)
+            await asyncio.sleep(COUNT_EVERY_S)
+            told = it.metric(share)
+            assert told > 0.0
+            await asyncio.sleep(2 * COUNT_EVERY_S)  # until then the supervisor knows it
             used = it.metric(share)
-            assert used > 0.0
             pid = it.balancer()
             os.kill(pid, signal.SIGKILL)
             await until(lambda: it.process.read().count(PLACES) == WORKERS, "another one decides", within_s=30.0)
-            assert it.metric(share) == pytest.approx(used, rel=0.01)
+            # The streams go on, and what they wrote after the last count before the end is lost.
+            assert told <= it.metric(share) < 2 * used
 
     with cluster(tmp_path, listed) as it:
         run(body(it), timeout_s=100.0)
