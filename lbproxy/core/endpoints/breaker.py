@@ -31,9 +31,8 @@ INTERVAL_S: Final = 5.0
 """The window of the success rate: 30 s, of which the oldest interval is dropped at a time."""
 MIN_SAMPLES: Final = 5
 JITTER: Final = 0.5
-FAULTS: Final = frozenset(
-    {FailureKind.CONNECT, FailureKind.RESET, FailureKind.PROTOCOL, FailureKind.TIMEOUT, FailureKind.GATEWAY}
-)
+TIME_OUTS: Final = frozenset({FailureKind.TIMEOUT, FailureKind.LATE})
+FAULTS: Final = TIME_OUTS | {FailureKind.CONNECT, FailureKind.RESET, FailureKind.PROTOCOL, FailureKind.GATEWAY}
 """The failures that count as faults in a row."""
 
 

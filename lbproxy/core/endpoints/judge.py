@@ -20,7 +20,7 @@ from typing import Final
 
 from lbproxy.config.sections.health import BreakerSettings, HealthSettings
 from lbproxy.core.endpoints import health
-from lbproxy.core.endpoints.breaker import FAULTS, Breaker, Cause
+from lbproxy.core.endpoints.breaker import FAULTS, TIME_OUTS, Breaker, Cause
 from lbproxy.core.endpoints.hang import HangWatch
 from lbproxy.core.endpoints.health import Event, Health, Transition
 from lbproxy.core.endpoints.progress import Progress
@@ -41,6 +41,7 @@ _CAUSES: Final = {
     FailureKind.RESET: Cause.FAULTS,
     FailureKind.PROTOCOL: Cause.FAULTS,
     FailureKind.GATEWAY: Cause.FAULTS,
+    FailureKind.LATE: Cause.FAULTS,
     FailureKind.ERROR: Cause.SUCCESS_RATE,
 }
 """The cause of the next ejection when a trial failed by this kind; for other kinds, the cause stays the same."""
@@ -169,7 +170,7 @@ class Judge:
             self._serving.changed(state)
         if state.removed:
             return
-        if kind is FailureKind.TIMEOUT and self.progress.makes_progress(state, placed_at, now):
+        if kind in TIME_OUTS and self.progress.makes_progress(state, placed_at, now):
             return
         if kind is FailureKind.CONNECT:
             for one in state.at_address:

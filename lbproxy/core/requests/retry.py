@@ -50,14 +50,17 @@ class FailureKind(Enum):
     EXHAUSTED = "exhausted"
     """lbproxy has no file descriptor or buffer left: not the endpoint's fault."""
     BUSY = "busy"
-    """The endpoint returned 503: overloaded, or shutting down."""
+    """The endpoint returned 503 or 529: overloaded, or shutting down."""
     LIMITED = "limited"
     """The endpoint returned 429."""
     ERROR = "error"
-    """The endpoint returned 500: the request's fault, or a general failure (a vLLM that drains returns it to all
-    requests)."""
+    """The endpoint returned 500, or a status of that class that has no meaning here: the request's fault, or a general
+    failure (a vLLM that drains returns it to all requests)."""
     GATEWAY = "gateway"
-    """The endpoint returned 502 or 504: a proxy in front of it failed."""
+    """The endpoint returned 502: a proxy in front of it failed."""
+    LATE = "late"
+    """The endpoint returned 504, or a status that says the same: a proxy in front of it waited for too long, and the
+    work may still be running."""
     MISSING = "missing"
     """The endpoint returned 404 for a LoRA adapter that it had listed, which was unloaded there; or 400 for its
     data-parallel rank, as the server was started anew with fewer."""
@@ -65,17 +68,29 @@ class FailureKind(Enum):
     """The endpoint was found down, or without progress, while the request waited for its first byte."""
 
 
-STATUS_FAILURES: Final = {
+_STATUSES: Final = {
     400: FailureKind.MISSING,
     404: FailureKind.MISSING,
     429: FailureKind.LIMITED,
-    500: FailureKind.ERROR,
     502: FailureKind.GATEWAY,
     503: FailureKind.BUSY,
-    504: FailureKind.GATEWAY,
+    504: FailureKind.LATE,
+    524: FailureKind.LATE,  # Cloudflare
+    529: FailureKind.BUSY,  # Anthropic
+    598: FailureKind.LATE,  # some proxies
 }
-"""Responses that are retried elsewhere, as another endpoint may do better; 404 only for an adapter that is listed. If
-no retry is possible, the client gets the response."""
+_CERTAIN: Final = frozenset({501, 505, 506, 508, 510, 511})
+"""Known statuses of 500 and above that say that this request cannot be served so: not a failure of the endpoint."""
+
+
+def status_failure(status: int) -> FailureKind | None:
+    """As which failure a response of this status is retried elsewhere, as another endpoint may do better; 400 and 404
+    only for what is known to be somewhere. None: it passes unchanged, as it does if no retry is possible.
+
+    An unknown status of 500 and above is a 500 (RFC 9110, section 15).
+    """
+    kind = _STATUSES.get(status)
+    return FailureKind.ERROR if kind is None and 500 <= status < 600 and status not in _CERTAIN else kind
 
 
 class UpstreamError(Exception):
@@ -135,6 +150,7 @@ _RULES: Final = {
     FailureKind.LIMITED: _Rule(Outcome.COMPLETED, max_retries=1),
     FailureKind.ERROR: _Rule(Outcome.COMPLETED, max_retries=1, unless_started_before=True),
     FailureKind.GATEWAY: _Rule(Outcome.COMPLETED, max_retries=_ANY_NUMBER),
+    FailureKind.LATE: _Rule(Outcome.COMPLETED),  # as after a time-out
     FailureKind.MISSING: _Rule(Outcome.COMPLETED, max_retries=_ANY_NUMBER),
     FailureKind.STRANDED: _Rule(Outcome.UPSTREAM_TIMEOUT, max_retries=_ANY_NUMBER),
 }

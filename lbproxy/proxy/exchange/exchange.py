@@ -20,7 +20,7 @@ from typing import TypeVarTuple
 from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.request import DECODE, PREFILL, InferenceRequest, Usage, estimated
-from lbproxy.core.requests.retry import STATUS_FAILURES, FailureKind, UpstreamError
+from lbproxy.core.requests.retry import FailureKind, UpstreamError, status_failure
 from lbproxy.core.responses.sse import find_response_id
 from lbproxy.core.responses.usage import read_usage
 from lbproxy.net.connections.h1 import ResponseHead
@@ -282,7 +282,7 @@ class Exchange(Lifetime):
         self._work = None  # the connection is back in the pool
         if head.load_report:
             head = self._shared.note_load_report(head, ticket, wanted=self.request.fields.wants_load_report)
-        if head.status in STATUS_FAILURES and self._retry_elsewhere(head.status, body, head):
+        if head.status >= 400 and self._retry_elsewhere(head.status, body, head):
             return
         if self._head_sent_by:
             self._cannot_continue(head, ticket)
@@ -325,7 +325,7 @@ class Exchange(Lifetime):
         assert isinstance(connection, Connection)
         if head.load_report:
             head = self._shared.note_load_report(head, ticket, wanted=self.request.fields.wants_load_report)
-        if head.status in STATUS_FAILURES and self._retry_elsewhere(head.status, head=head):
+        if head.status >= 400 and self._retry_elsewhere(head.status, head=head):
             connection.abort()
             return
         if self._head_sent_by and not can_continue(head):
@@ -479,7 +479,9 @@ class Exchange(Lifetime):
         """Whether to drop this response and ask another endpoint, which is then in progress."""
         ticket, runtime = self._ticket, self._shared.runtime
         assert ticket is not None
-        kind = STATUS_FAILURES[status]
+        kind = status_failure(status)
+        if kind is None:
+            return False
         if kind is FailureKind.MISSING and not is_missing(
             runtime, self.request.route, self.placed, ticket.placed_state.endpoint, status, body
         ):

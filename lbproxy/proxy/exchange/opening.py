@@ -16,7 +16,7 @@ from lbproxy.core.responses.sse import EventScanner
 
 MAX_HELD_BYTES: Final = 256 << 10
 """`response.created` repeats the instructions and tools of the request."""
-_REFUSAL: Final = re.compile(rb'^data: ?\{"error"[^\n]{0,4096}?"code": ?(429|500|502|503|504)\b', re.MULTILINE)
+_REFUSAL: Final = re.compile(rb'^data: ?\{"error"[^\n]{0,4096}?"code": ?(429|5[0-9]{2})\b', re.MULTILINE)
 """From the beginning of a line only: from each `data:` in it, a line of them would take seconds."""
 _REFUSAL_BYTES: Final = 4096
 _ERROR_EVENT: Final = re.compile(rb"(?:^|\n)event: ?error\r?\n")

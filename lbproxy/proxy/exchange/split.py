@@ -24,7 +24,7 @@ from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.observed.trace import Trace
 from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.requests.request import DECODE, PREFILL, InferenceRequest, Usage
-from lbproxy.core.requests.retry import STATUS_FAILURES, FailureKind, UpstreamError
+from lbproxy.core.requests.retry import FailureKind, UpstreamError, status_failure
 from lbproxy.net.connections.call import Call, Called, Result
 from lbproxy.net.connections.h1 import ResponseHead, request_head
 from lbproxy.net.connections.patience import Limits
@@ -237,9 +237,10 @@ class Split:
 
     def _responded(self, result: Result) -> None:
         self._call = None
-        if isinstance(result, Called) and result.head.status in STATUS_FAILURES and result.head.status >= 429:
-            kind = STATUS_FAILURES[result.head.status]
-            result = UpstreamError(kind, f"prefill returned {result.head.status}")
+        if isinstance(result, Called) and (status := result.head.status) >= 429:
+            kind = status_failure(status)
+            if kind is not None:
+                result = UpstreamError(kind, f"prefill returned {status}")
         if isinstance(result, UpstreamError):
             self._shared.engine_ids.pop(self.endpoint.base_url, None)  # it may be another process now
             self._owner.first_failed(result)

@@ -49,6 +49,7 @@ class LargeFacts(NamedTuple):
 
 MAX_ID_CHARS: Final = 160
 """Of the id of a stored response."""
+_CREATES: Final = frozenset({"POST", "PATCH"})
 SERVED_S: Final = 1.0
 """How long the set of served models is reused: asking all endpoints takes a while."""
 
@@ -119,9 +120,10 @@ class Reading:
         model, stream, max_tokens, cache_salt, read = facts
         prompt_bytes = media_tokens = 0
         keys: tuple[BlockKey, ...] = ()
-        response_id, stores = None, False
+        response_id, stores, repeatable = None, False, request.route.is_inference or request.method not in _CREATES
         if request.route.flatten is None or not request.route.is_common or "store" in read:
             response_id, stores = _storage(request, read)
+            repeatable = repeatable and not read.get("background")  # it would run to its end each time
         if block_bytes is not None and prompt is not None:
             text, media_tokens = prompt
             prompt_bytes = len(text)
@@ -151,7 +153,7 @@ class Reading:
             media_tokens,
             response_id,
             stores,
-            request.route.is_inference or request.method not in {"POST", "PATCH"},
+            repeatable,
             bool(request.body) and not has_json(request),
             False,
             self._runtime.splits and _may_be_split(request, read),

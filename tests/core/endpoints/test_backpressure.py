@@ -81,7 +81,7 @@ def test_many_that_fail_together_count_once(kind: FailureKind) -> None:
     assert chosen(balancer, 2.0) == {"e1", "e2"}
 
 
-@pytest.mark.parametrize("kind", [K.CONNECT, K.TIMEOUT, K.EXHAUSTED, K.GATEWAY, K.RESET])
+@pytest.mark.parametrize("kind", [K.CONNECT, K.TIMEOUT, K.EXHAUSTED, K.GATEWAY, K.LATE, K.RESET])
 def test_other_failures_are_for_the_breaker_or_for_us(kind: FailureKind) -> None:
     health = HealthSettings(fall=100)
     balancer, _ = pool_of(2, policy="round-robin", breaker=NO_BREAKER, health=health)

@@ -78,7 +78,7 @@ def half_open(count: int = 3, kind: FailureKind = K.RESET) -> tuple[Balancer, fl
 # --- What ejects ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [K.RESET, K.PROTOCOL, K.TIMEOUT, K.GATEWAY])
+@pytest.mark.parametrize("kind", [K.RESET, K.PROTOCOL, K.TIMEOUT, K.GATEWAY, K.LATE])
 def test_five_faults_in_a_row_eject(kind: FailureKind) -> None:
     balancer, _ = pool_of(3)
     for _ in range(60):
@@ -279,7 +279,7 @@ def test_a_good_answer_brings_it_back(has_body: bool) -> None:
     assert (change.before, change.after) == (Health.HALF_OPEN, Health.UP)
 
 
-@pytest.mark.parametrize("kind", [K.RESET, K.ERROR, K.GATEWAY, K.TIMEOUT])
+@pytest.mark.parametrize("kind", [K.RESET, K.ERROR, K.GATEWAY, K.TIMEOUT, K.LATE])
 def test_a_failed_trial_ejects_again_for_longer(kind: FailureKind) -> None:
     balancer, now, _ = half_open()
     trial = ticket_on(balancer, "e1", now)

@@ -9,7 +9,7 @@ import pytest
 
 from lbproxy.config.sections.routing import RetrySettings
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.core.requests.retry import BACKOFF_MAX_S, WINDOW_S, FailureKind, Retries
+from lbproxy.core.requests.retry import BACKOFF_MAX_S, WINDOW_S, FailureKind, Retries, status_failure
 
 K = FailureKind
 
@@ -42,10 +42,35 @@ def retries(**settings: float) -> Retries:
         (K.ERROR, (K.BUSY, K.GATEWAY), False),
         (K.ERROR, (K.BUSY, K.CONNECT), False),
         (K.GATEWAY, (K.GATEWAY,), True),
+        (K.LATE, (), False),
+        (K.LATE, (K.BUSY,), False),
     ],
 )
 def test_the_rules(kind: FailureKind, earlier: tuple[FailureKind, ...], again: bool) -> None:
     assert retries().decide(kind, earlier, others_available=True, now=0.0).retry is again
+
+
+@pytest.mark.parametrize(
+    ("statuses", "kind"),
+    [
+        ((503, 529), K.BUSY),
+        ((429,), K.LIMITED),
+        ((502,), K.GATEWAY),
+        ((504, 524, 598), K.LATE),
+        ((500, 507, 520, 521, 522, 530, 599), K.ERROR),
+        ((400, 404), K.MISSING),
+        ((501, 505, 508, 511), None),  # this request, or this path, cannot be served so
+        ((200, 204, 304, 401, 413, 422, 499, 600, 999), None),
+    ],
+)
+def test_a_status_is_a_failure_by_its_class(statuses: tuple[int, ...], kind: FailureKind | None) -> None:
+    """RFC 9110, section 15: a status that is not known is as the first of its class."""
+    assert [status_failure(status) for status in statuses] == [kind] * len(statuses)
+
+
+@pytest.mark.parametrize("kind", [K.ERROR, K.GATEWAY, K.RESET, K.STRANDED, K.LATE])
+def test_what_must_not_run_twice_is_repeated_only_if_it_did_not_begin(kind: FailureKind) -> None:
+    assert not retries().decide(kind, (), others_available=True, now=0.0, repeatable=False).retry
 
 
 @pytest.mark.parametrize("kind", [K.RESET, K.BUSY, K.LIMITED, K.ERROR, K.GATEWAY])

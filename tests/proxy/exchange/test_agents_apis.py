@@ -261,6 +261,22 @@ def test_a_response_that_nobody_remembers_is_looked_for() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("status", [500, 502, 504])
+def test_a_response_in_the_background_is_made_once(status: int) -> None:
+    """Each copy would run to its end, whoever waits for it."""
+
+    async def main() -> None:
+        bad = answer(b"{}", status=status)
+        async with ScriptedEndpoint(bad) as one, ScriptedEndpoint(bad) as two, rig(one.url, two.url) as it:
+            for background, asked in ((True, 1), (False, 1 if status == 504 else 2)):
+                before = one.asked("/v1/responses") + two.asked("/v1/responses")
+                reply = await it.ask(post(body(input="hi", background=background), "/v1/responses"))
+                assert reply.status == status
+                assert one.asked("/v1/responses") + two.asked("/v1/responses") - before == asked
+
+    run(main())
+
+
 # --- What engines report ----------------------------------------------------------------------------------------------
 
 

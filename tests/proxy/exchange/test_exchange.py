@@ -224,7 +224,7 @@ def test_a_request_that_servers_die_on_does_not_tour_the_fleet(reused: bool, mon
     run(main())
 
 
-@pytest.mark.parametrize("status", [500, 502, 503, 504, 429])
+@pytest.mark.parametrize("status", [500, 502, 503, 429, 520, 529])
 def test_an_answer_that_another_endpoint_may_do_better_is_asked_for_there(status: int) -> None:
     async def main() -> None:
         bad, good = answer(b'{"error":"theirs"}', status=status), answer(b'{"fine":1}')
@@ -251,12 +251,13 @@ REFUSAL = (
 )
 
 
+@pytest.mark.parametrize("status", [503, 529, 520])
 @pytest.mark.parametrize("together", [True, False])
-def test_a_stream_that_begins_with_a_refusal_is_asked_for_elsewhere(together: bool) -> None:
+def test_a_stream_that_begins_with_a_refusal_is_asked_for_elsewhere(together: bool, status: int) -> None:
     """vLLM over its cap lets a burst of streams in and refuses some a moment later, inside a 200."""
 
     async def refusing(wire: Wire, _: Received) -> None:
-        first = chunk(REFUSAL) + chunk(b"data: [DONE]\n\n") + LAST
+        first = chunk(REFUSAL.replace(b"503", b"%d" % status)) + chunk(b"data: [DONE]\n\n") + LAST
         await wire.send(*([STREAM_HEAD + first] if together else [STREAM_HEAD, first]))
 
     async def serving(wire: Wire, _: Received) -> None:
@@ -270,7 +271,7 @@ def test_a_stream_that_begins_with_a_refusal_is_asked_for_elsewhere(together: bo
             replies = [await it.ask(post()) for _ in range(4)]
             assert {(reply.status, reply.body) for reply in replies} == {(200, b"data: 1\n\n")}
             assert {reply.field("x-lbproxy-endpoint") for reply in replies} == {"e2"}
-            assert any(record.failed == (("e1", "upstream_503"),) for record in it.records.requests)
+            assert any(record.failed == (("e1", f"upstream_{status}"),) for record in it.records.requests)
             assert all(record.status == 200 for record in it.records.requests)
 
     run(main())
@@ -295,7 +296,10 @@ def test_a_refused_stream_that_nobody_takes_and_errors_after_a_token_pass_unchan
     run(main())
 
 
-@pytest.mark.parametrize(("status", "asked"), [(500, 2), (429, 2), (503, 3), (502, 3), (504, 3), (501, 1), (400, 1)])
+STATUSES = [(500, 2), (522, 2), (429, 2), (503, 3), (529, 3), (502, 3), (504, 1), (598, 1), (501, 1), (400, 1)]
+
+
+@pytest.mark.parametrize(("status", "asked"), STATUSES)
 def test_when_nobody_does_better_the_client_gets_an_endpoints_own_words(status: int, asked: int) -> None:
     """A request that fails everywhere must not tour the fleet; "not now" may be asked of everybody there is."""
 
