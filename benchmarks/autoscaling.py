@@ -18,7 +18,7 @@ import multiprocessing
 import random
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -32,7 +32,7 @@ from lbproxy.core.balancer import Balancer
 from lbproxy.core.policies.registry import make_policy
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.scaling.advice import ModelScaling
-from lbproxy.sim.engine.presets import PRESETS
+from lbproxy.sim.engine.presets import PRESETS, Preset
 from lbproxy.sim.figures.report import as_table
 from lbproxy.sim.fleet.cluster import Fleet
 from lbproxy.sim.fleet.fleet import BASE_MODEL, FleetOptions, Sample, Served, Server
@@ -54,6 +54,9 @@ MOST: Final = 12
 """Servers in a fleet that follows something."""
 
 
+LLAMA: Final = PRESETS["llama-8b-h100"]
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """What is sent to which servers. Lengths are medians of lognormals."""
@@ -64,16 +67,15 @@ class Workload:
     spread: float
     rates: tuple[float, ...]
     """Requests a second."""
-    server: Mapping[str, int] = field(default_factory=dict)
-    """What differs from the preset."""
+    server: Preset = LLAMA
     shared: int = 0
     """Tokens of the prompt that all requests of one of eight groups have in common."""
 
 
 WORKLOADS: Final = (
-    Workload("slots", 300, 300, 0.6, (8.0, 25.0), {"max_sequences": 16}),
+    Workload("slots", 300, 300, 0.6, (8.0, 25.0), replace(LLAMA, max_sequences=16)),
     Workload("prefill", 12_000, 30, 0.4, (3.0, 12.0)),
-    Workload("cache", 8000, 400, 0.4, (3.0, 6.0), {"kv_tokens": 100_000}),
+    Workload("cache", 8000, 400, 0.4, (3.0, 6.0), replace(LLAMA, kv_tokens=100_000)),
     Workload("decode", 100, 1000, 0.4, (15.0,)),
     Workload("mix", 3000, 300, 0.8, (10.0, 20.0)),
     Workload("shared prefixes", 6000, 500, 0.4, (8.0,), shared=5000),
@@ -130,7 +132,7 @@ class Watched:
             made.append(Balancer(make_policy(RoutingSettings(), rng), settings, rng=rng))
             return made[-1]
 
-        server = Server(replace(PRESETS["llama-8b-h100"], **workload.server))
+        server = Server(workload.server)
         self.fleet = Fleet(FleetOptions(servers=(server,) * servers), jobs, make, seed=seed)
         self.balancer = made[0]
 

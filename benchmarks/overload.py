@@ -9,8 +9,6 @@ Clients send at their rate whatever happens (open loop, Poisson). lbproxy's queu
     python -m benchmarks.overload --quick                    # some, cut in time; prints the table, writes no page
     python -m benchmarks.overload --cells "slots 2x streams" "space no-gauges 1"    # those with all words of a text
     python -m benchmarks.overload --policies adaptive adaptive/hold=false least-request
-    python -m benchmarks.overload --many                     # fleets that are not as expected (surprises.py)
-    python -m benchmarks.overload --many ranks               # those with the word in their names
     python -m benchmarks.overload --render                   # the page of what there is
 
 Every run is kept in `results/overload.json` as soon as it is done, by what was simulated; `--again` does them anew.
@@ -30,11 +28,9 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, fields
 from itertools import product
 from pathlib import Path
-from typing import TypeAlias
 
 import orjson
 
-from benchmarks.surprises import SURPRISES, VARIANTS, Crowd, changed, run_crowd
 from lbproxy import __version__
 from lbproxy.config.scenario import Scenario
 from lbproxy.config.sections.endpoints import ScrapeSettings
@@ -61,6 +57,12 @@ ENOUGH = 0.9
 """Of capacity: the goodput that is asked for."""
 SMALL_QUEUE = 4
 """Requests in an engine's own queue that are not too many for any engine."""
+
+
+def changed(changes: str) -> dict[str, object]:
+    """Settings of the queue, of `hold=false,queue_requests=64`; what is not named is as in the product."""
+    pairs = [one.partition("=") for one in changes.split(",") if one]
+    return {key: orjson.loads(value) for key, _, value in pairs}
 
 
 @dataclass(frozen=True)
@@ -236,8 +238,6 @@ def capacity_of(kind: str, seconds: float = CAPACITY_S) -> float:
 
 # Runs that are kept
 
-Found: TypeAlias = Figures | Crowd
-
 
 class Kept:
     """What was measured, in a file that is written after each run."""
@@ -259,11 +259,7 @@ class Kept:
         found = self.runs.get(key)
         return None if found is None else Figures(**found)
 
-    def crowd(self, key: str) -> Crowd | None:
-        found = self.runs.get(key)
-        return None if found is None else Crowd(**found)  # type: ignore[arg-type]
-
-    def keep(self, key: str, found: Found) -> None:
+    def keep(self, key: str, found: Figures) -> None:
         self.runs[key] = asdict(found)
         self.write()
 
@@ -293,7 +289,6 @@ class Task:
     variant: str
     scenario: Scenario
     seconds: float
-    is_surprise: bool = False
 
     @property
     def key(self) -> str:
@@ -301,10 +296,10 @@ class Task:
         return f"{self.name} | {self.variant} | {_mark(self.scenario, self.seconds)}"
 
 
-def do(task: Task) -> Found:
+def do(task: Task) -> Figures:
     """In whichever process."""
     (run,) = runs_of(task.scenario, source=task.name)
-    return run_crowd(run) if task.is_surprise else run_cell(run, task.seconds)
+    return run_cell(run, task.seconds)
 
 
 def do_all(tasks: Sequence[Task], kept: Kept, processes: int) -> None:
@@ -324,7 +319,7 @@ def do_all(tasks: Sequence[Task], kept: Kept, processes: int) -> None:
             raise
 
 
-def _done(task: Task, found: Found, kept: Kept) -> None:
+def _done(task: Task, found: Figures, kept: Kept) -> None:
     kept.keep(task.key, found)
     said = ", ".join(f"{one.name} {getattr(found, one.name):.3g}" for one in fields(found))
     print(f"{task.name}, {task.variant}: {said}", file=sys.stderr, flush=True)
@@ -357,16 +352,6 @@ def cell_table(tasks: Sequence[Task], kept: Kept) -> str:
     return as_table(HEADS, list(rows(tasks, kept)), left=2)
 
 
-def surprise_table(tasks: Sequence[Task], kept: Kept) -> str:
-    """In Markdown."""
-    shown = [
-        [task.name, task.variant, str(one.requests), str(one.refused), f"{one.ttft_mean:.2f}", f"{one.ttft_p99:.1f}"]
-        for task in tasks
-        if (one := kept.crowd(task.key)) is not None
-    ]
-    return as_table(["fleet", "policy", "requests", "refused", "TTFT s", "p99"], shown, left=2)
-
-
 ABOUT = """# Overload
 
 What lbproxy makes of more requests than its servers can answer, simulated
@@ -384,18 +369,12 @@ may be chosen. *refused*: share of the requests. *engines*: requests in an engin
 and time. *starts*: what a server begins in half a second. *lbproxy*: requests in its queue, p95. A cell passes with 0.9
 of the capacity within 5 s, and at most 4 requests, or what it starts in half a second, in an engine's queue.
 """
-ABOUT_SURPRISES = """
-## Not as expected
-
-Fleets that are far from overload, and that a balancer with a model of its servers may take for loaded
-(`benchmarks/surprises.py`). The second line of each is the same without holding requests back.
-"""
 
 
-def page(cells: str, surprises: str, capacities: Mapping[str, float]) -> str:
+def page(cells: str, capacities: Mapping[str, float]) -> str:
     """All of it."""
     said = ", ".join(f"{kind} {capacity:.2f}" for kind, capacity in capacities.items())
-    return f"{ABOUT}\nCapacity, responses a second: {said}.\n\n{cells}{ABOUT_SURPRISES}\n{surprises}"
+    return f"{ABOUT}\nCapacity, responses a second: {said}.\n\n{cells}"
 
 
 # The command
@@ -421,39 +400,27 @@ def cell_tasks(cells: Sequence[Cell], variants: Sequence[str], kept: Kept, secon
     ]
 
 
-def surprise_tasks(words: Sequence[str] | None, variants: Sequence[str], seconds: float | None) -> list[Task]:
-    """The runs of fleets with one of the words in their names; of all without words."""
-    found = [one for one in SURPRISES if not words or any(word in one.name for word in words)]
-    return [
-        Task(one.name, variant, one.scenario(variant, seconds), seconds or one.seconds, is_surprise=True)
-        for one, variant in product(found, variants)
-    ]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """1 if a cell fails."""
     args = _parser().parse_args(arguments)
     kept = Kept(args.results)
-    partial = bool(args.quick or args.cells or args.seconds or args.policies or args.many)
-    only_many = args.many is not None
+    partial = bool(args.quick or args.cells or args.seconds or args.policies)
     seconds = args.seconds or (QUICK_SECONDS if args.quick else SECONDS)
-    cells = [] if only_many else chosen(args.cells, QUICK if args.quick else CELLS)
+    cells = chosen(args.cells, QUICK if args.quick else CELLS)
     if not args.render:
         for kind in dict.fromkeys(cell.kind for cell in cells):
             if kept.capacity(kind) is None:
                 kept.keep_capacity(kind, capacity_of(kind))
     variants = args.policies or ["adaptive"]
     tasks = cell_tasks(cells, variants, kept, seconds)
-    surprises = surprise_tasks(args.many, args.policies or VARIANTS, args.seconds)
     if not args.render:
-        wanted = surprises if only_many else tasks
-        do_all([task for task in wanted if args.again or task.key not in kept.runs], kept, args.processes)
-    print(surprise_table(surprises, kept) if only_many else cell_table(tasks, kept))
+        do_all([task for task in tasks if args.again or task.key not in kept.runs], kept, args.processes)
+    print(cell_table(tasks, kept))
     if not partial:
         all_tasks = cell_tasks(CELLS, ["adaptive"], kept, SECONDS)
         capacities = {kind: found for kind in KINDS if (found := kept.capacity(kind)) is not None}
         _, mark, sockets = args.page.read_text("utf-8").partition(SOCKETS) if args.page.exists() else ("", "", "")
-        whole = page(cell_table(all_tasks, kept), surprise_table(surprises, kept), capacities)
+        whole = page(cell_table(all_tasks, kept), capacities)
         args.page.write_text(whole + mark + sockets, "utf-8")
     return int(any(row[-1] == "FAIL" for row in rows(tasks, kept)))
 
@@ -465,7 +432,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--policies", nargs="+", help="such as adaptive, adaptive/hold=false, least-request")
     parser.add_argument("--seconds", type=float, help=f"for how long requests arrive (default: {SECONDS:g})")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--many", nargs="*", metavar="WORD", help="fleets that are not as expected, and nothing else")
     parser.add_argument("--again", action="store_true", help="also what was run before")
     parser.add_argument("--render", action="store_true", help="run nothing; write the page of what there is")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where runs are kept")

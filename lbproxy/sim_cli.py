@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from lbproxy.config.balancing import BalancingSettings
-from lbproxy.config.scenario import ExchangeSettings, Scenario, WorkloadSettings
+from lbproxy.config.scenario import ExchangeSettings, Scenario, ServerSettings, WorkloadSettings
 from lbproxy.config.sections.endpoints import ScrapeSettings
 from lbproxy.config.sections.routing import RoutingSettings
 from lbproxy.config.text import ConfigError
@@ -32,7 +32,7 @@ from lbproxy.core.policies.policy import Policy
 from lbproxy.core.policies.registry import make_policy
 from lbproxy.core.queue.flows import FlowRules
 from lbproxy.core.requests.request import InferenceRequest
-from lbproxy.sim.engine.fixed import FixedTimes
+from lbproxy.sim.engine.fixed import FixedTimes, Form
 from lbproxy.sim.engine.presets import PRESETS
 from lbproxy.sim.figures import plots, sharing
 from lbproxy.sim.figures.report import (
@@ -57,8 +57,10 @@ from lbproxy.sim.fleet.fleet import (
     FaultKind,
     FleetOptions,
     Others,
+    Reported,
     Served,
     Server,
+    ToldUsage,
 )
 from lbproxy.sim.fleet.oracle import OracleBalancer, OracleFleet
 from lbproxy.sim.workloads.catalogue import (
@@ -222,7 +224,7 @@ def workload_of(run: Run) -> Workload:
             seed = run.seed + SEEDS_APART * len(clients)
             workload = make_workload(one.name, one.parameters, seed=seed, rows=rows)
             flow = one.flow if one.copies == 1 else f"{one.flow}-{copy}"
-            clients.append(Source(workload, flow, one.priority, one.slo_ttft, one.patience))
+            clients.append(Source(workload, flow, one.priority, one.slo_ttft, one.patience, one.stream_share))
     return (
         Clients(clients)
         if run.scenario.workload is None or _says_something(run.scenario.workload)
@@ -232,7 +234,7 @@ def workload_of(run: Run) -> Workload:
 
 def _says_something(workload: WorkloadSettings) -> bool:
     """Its requests have something that those of a workload by itself have not."""
-    return bool(workload.model_fields_set & {"flow", "copies", "priority", "slo_ttft", "patience"})
+    return bool(workload.model_fields_set & {"flow", "copies", "priority", "slo_ttft", "patience", "stream_share"})
 
 
 def serve_workload(run: Run, workload: Workload) -> list[Served]:
@@ -279,33 +281,8 @@ def fleet_options(scenario: Scenario, routing: RoutingSettings) -> FleetOptions:
     """A scenario's fleet, in the simulation's own words."""
     block_bytes = make_policy(routing).block_bytes
     adapters = max(_adapters(one) for one in scenario.sources)
-    servers = []
-    for group in scenario.fleet:
-        preset = PRESETS[group.preset]
-        preset = replace(
-            preset,
-            kv_tokens=group.kv_tokens or preset.kv_tokens,
-            max_model_len=group.max_model_len or preset.max_model_len,
-            max_loras=group.max_loras,
-            max_sequences=group.max_sequences or preset.max_sequences,
-        )
-        times = None
-        if group.ttft is not None:
-            times = FixedTimes(ttft_s=group.ttft, ttft_spread=group.ttft_spread, token_s=group.token_time)
-        server = Server(
-            preset,
-            group.speed,
-            ranks=group.ranks,
-            times=times,
-            jitter=group.jitter,
-            metrics=group.metrics,
-            shows_waiting=group.waiting,
-            weight=group.weight,
-            role=Role(group.role),
-        )
-        servers += [server] * group.count
     return FleetOptions(
-        servers=tuple(servers),
+        servers=tuple(server for group in scenario.fleet for server in _servers(group)),
         faults=tuple(
             Fault(
                 server=fault.server,
@@ -345,6 +322,44 @@ def fleet_options(scenario: Scenario, routing: RoutingSettings) -> FleetOptions:
         flow_rules=FlowRules(scenario.flows),
         fair=scenario.fair,
     )
+
+
+def _servers(group: ServerSettings) -> list[Server]:
+    """Those of a group, each with pauses at other times."""
+    usual = PRESETS[group.preset]
+    preset = replace(
+        usual,
+        kv_tokens=group.kv_tokens or usual.kv_tokens,
+        max_model_len=group.max_model_len or usual.max_model_len,
+        max_loras=group.max_loras,
+        max_sequences=group.max_sequences or usual.max_sequences,
+        prefix_caching=group.prefix_cache,
+        pause_s=group.pause,
+        pause_every_s=group.pause_every,
+        cold_share=group.cold_share,
+        cold_ms=1000 * group.cold_load,
+    )
+    times = None
+    if group.ttft is not None:
+        form, spread = Form(group.ttft_form), group.ttft_spread
+        times = FixedTimes(ttft_s=group.ttft, ttft_spread=spread, form=form, token_s=group.token_time)
+    server = Server(
+        preset,
+        group.speed,
+        ranks=group.ranks,
+        times=times,
+        jitter=group.jitter,
+        metrics=group.metrics,
+        shows_waiting=group.waiting,
+        reported=Reported(group.gauges),
+        usage=ToldUsage(group.usage),
+        hidden_share=group.hidden,
+        role_chunk=group.role_chunk,
+        weight=group.weight,
+        role=Role(group.role),
+    )
+    apart_s = group.pause_every / group.count if group.pause else 0.0
+    return [replace(server, preset=replace(preset, pause_at_s=number * apart_s)) for number in range(group.count)]
 
 
 def _exchanged(exchange: ExchangeSettings) -> Exchanged:

@@ -58,15 +58,38 @@ class ServerSettings(Section):
     """Fixed time to first token of each request with a slot, in seconds, whatever the prompt and the other requests:
     only slots are simulated then. null = an engine."""
     ttft_spread: Share = 0.0
-    """Uniform variation of `ttft`, plus or minus this share."""
+    """Variation of `ttft`, as `ttft_form` says."""
+    ttft_form: Literal["uniform", "lognormal", "bimodal", "heavy", "prompt"] = "uniform"
+    """uniform: plus or minus `ttft_spread` as a share. lognormal: around `ttft`, with that sigma. bimodal: ten times
+    `ttft` for that share of the requests. heavy: at least `ttft`, a Pareto distribution with the exponent 1 /
+    `ttft_spread`. prompt: as lognormal, equal for prompts that begin alike."""
     token_time: Span = 0.02
     """With `ttft`: seconds from token to token."""
     jitter: Annotated[float, Quantity("0", "2", "a number", whole=False)] = 0.03
     """Variation of the times of an engine's steps: the sigma of a lognormal."""
+    prefix_cache: bool = True
+    """Whether they cache prompts (not with `ttft`)."""
+    pause: Annotated[float, duration("0s", "10m")] = 0.0
+    """Time for which a server stands still, once every `pause_every`; of servers that are alike, in turns."""
+    pause_every: Annotated[float, duration("1ms", "1h")] = 60.0
+    """Must exceed `pause`."""
+    cold_share: Share = 0.0
+    """Share of requests that need experts which are not in GPU memory, as with offloaded mixtures of experts."""
+    cold_load: Annotated[float, duration("0s", "10m")] = 1.0
+    """Time that loading these stops all of the server's requests."""
+    hidden: Share = 0.0
+    """Share of a response's tokens that are generated before the first is sent: reasoning that clients do not get."""
+    role_chunk: bool = False
+    """Whether a stream starts with an event without a token as soon as the request is there."""
+    usage: Literal["all", "no-cached", "none"] = "all"
+    """What responses report of tokens. no-cached: nothing of the cached ones."""
     metrics: bool = True
     """Whether they can be scraped."""
     waiting: bool = True
     """Whether their metrics report the number of waiting requests."""
+    gauges: Literal["true", "in-flight", "zero", "doubled"] = "true"
+    """What the metrics report of requests. in-flight: all as waiting, none as running. zero: nothing, whatever the
+    server does. doubled: twice as many."""
     weight: Annotated[float, Quantity("0.001", "100000", "a number", whole=False)] = 1.0
     """Configured capacity relative to the others: `weight` of an endpoint in the settings."""
     role: Literal["both", "prefill", "decode"] = "both"
@@ -78,6 +101,13 @@ class ServerSettings(Section):
     def _no_ranks(cls, value: float | None, info: ValidationInfo) -> float | None:
         if value is not None and info.data.get("ranks", 1) != 1:
             raise expected("no `ranks` beside it")
+        return value
+
+    @field_validator("pause_every", mode="after")
+    @classmethod
+    def _longer_than_a_pause(cls, value: float, info: ValidationInfo) -> float:
+        if value <= info.data.get("pause", 0.0):
+            raise expected("more than `pause`")
         return value
 
     @field_validator("role", mode="after")
@@ -115,9 +145,11 @@ class FaultSettings(Section):
     """Duration."""
     speed: Factor | None = None
     """Factor of its own speed in that time. null = it fails, by `kind`."""
-    kind: Literal["dead", "hung", "failing"] = "dead"
+    kind: Literal["dead", "hung", "failing", "restarted", "cleared", "stale"] = "dead"
     """dead: refuses connections, returns with an empty cache. hung: accepts requests and computes nothing until it is
-    restarted. failing: returns 500 to every request immediately. The health checks of the last two succeed."""
+    restarted. failing: returns 500 to every request immediately. restarted: loses its requests and its cache at `at`,
+    and nothing reports it. cleared: loses its cache only. stale: its page of metrics does not change, as with a cache
+    in between. The health checks of all but the first succeed."""
 
 
 class ExchangeSettings(Section):
@@ -170,6 +202,8 @@ class WorkloadSettings(Section):
     """Deadline of the first token, as `x-lbproxy-slo-ttft-ms`; null = none."""
     patience: Annotated[float, duration("1ms", "1h")] | None = None
     """Time after which a client disconnects if it has no first token (without streaming: no response); null = never."""
+    stream_share: Share | None = None
+    """Share of its requests with streaming responses; null = the scenario's."""
 
 
 class Scenario(Section):

@@ -11,7 +11,6 @@ import pytest
 
 from benchmarks import overload
 from benchmarks.overload import CELLS, KINDS, QUICK, Cell, Figures, Kind, chosen, figures
-from benchmarks.surprises import SURPRISES, Crowd, Surprise, run_crowd
 from lbproxy.config.sections.routing import AdmissionSettings
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.engine.sequence import Gauges
@@ -107,21 +106,6 @@ def test_capacity_is_what_the_servers_can_do(monkeypatch: pytest.MonkeyPatch) ->
     assert overload.capacity_of("slots", 20.0) == pytest.approx(26.5, abs=1.5)
 
 
-def test_surprises_run() -> None:
-    assert len({one.name for one in SURPRISES}) == len(SURPRISES)
-    assert sum(group.count for one in SURPRISES for group in one.scenario("adaptive").fleet) == 519
-    (task,) = overload.surprise_tasks(["8 ranks, 2"], ["adaptive/hold=false"], 10.0)
-    assert task.scenario.admission == AdmissionSettings(hold=False)
-    found = overload.do(task)
-    assert isinstance(found, Crowd)
-    assert found.requests > 30
-    assert found.refused == 0
-    assert found.ttft_p99 >= found.ttft_mean > 0
-    kept = overload.Kept(Path("/nonexistent/found.json"))
-    kept.runs[task.key] = dataclasses.asdict(found)
-    assert "| 8 ranks, 2 flows | adaptive/hold=false |" in overload.surprise_table([task], kept)
-
-
 CAPACITY = {"slots": 13.46, "space": 12.4, "prefill": 10.9}
 """Completions a second of the servers of each kind when they are saturated, as the benchmark measures them."""
 MUST = [
@@ -143,16 +127,3 @@ def test_under_overload_requests_wait_in_lbproxy_and_are_served_in_time(name: st
     found = overload.run_cell(run, 90.0)
     assert found.good >= 0.9 * capacity, found
     assert found.engines <= max(4.0, found.starts), found
-
-
-CONTRADICTING = [one for one in SURPRISES if one.name != "500 endpoints"]
-
-
-@pytest.mark.parametrize("surprise", CONTRADICTING, ids=[one.name for one in CONTRADICTING])
-def test_a_server_that_is_not_as_the_model_says_is_not_held_back(surprise: Surprise) -> None:
-    """A fixed time to the first token, ranks behind one address, others who fill the queues: many were refused once."""
-    held, free = (
-        run_crowd(runs_of(surprise.scenario(one), source="")[0]) for one in ("adaptive", "adaptive/hold=false")
-    )
-    assert held.refused == free.refused == 0
-    assert held.ttft_mean <= 1.4 * free.ttft_mean, (held, free)

@@ -18,6 +18,7 @@ Left to the callers: text, tokens and hashes of blocks; this module sees counts 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from lbproxy.sim.engine.handover import NEVER
 from lbproxy.sim.engine.kv_cache import BlockReport, ReportingPool
@@ -78,6 +79,8 @@ class Engine(Scheduler):
                 f"the {self.max_model_len} of the model"
             )
         self._run(now)
+        if not self._preset.prefix_caching:
+            request = replace(request, block_hashes=())
         ready_at = now + self._preset.api_ms * self._seconds_per_ms
         if self._arriving:
             # Whoever came before a change of speed is not overtaken.
@@ -156,6 +159,11 @@ class Engine(Scheduler):
         if not self._pool.used:
             self._pool = self._pool.emptied()
             self._handover.use(self._pool)
+
+    def forget(self, *, now: float) -> None:
+        """Forget what is cached; what runs goes on."""
+        self._run(now)
+        self._pool.forget()
 
     def restart(self, *, now: float) -> list[str]:
         """Fail, and be there again, empty. Returns the ids of all requests that were lost, oldest first.

@@ -17,6 +17,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
 
 from lbproxy.sim.engine.presets import BLOCK_TOKENS, Preset
 from lbproxy.sim.engine.sequence import FirstToken, Gauges, Hold, RequestTooLong, SimRequest, StepDone
@@ -26,6 +27,26 @@ TICK_S = 0.1
 driver looks at the progress of streams."""
 
 
+class Form(Enum):
+    """How times to first token vary, by a spread of 0 to 1, whatever the prompt's length and the load."""
+
+    UNIFORM = "uniform"
+    """Evenly within plus or minus the spread, as a share."""
+    LOGNORMAL = "lognormal"
+    """Around the given time as median, with the spread as sigma."""
+    BIMODAL = "bimodal"
+    """As given, but for a share of the requests, the spread, ten times as long."""
+    HEAVY = "heavy"
+    """Never below the given time, with a heavy tail: Pareto with an exponent of one by the spread."""
+    PROMPT = "prompt"
+    """Lognormal, but the same for all prompts that begin alike."""
+
+
+BIMODAL_FACTOR = 10.0
+MAX_FACTOR = 100.0
+"""No time varies more."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedTimes:
     """How long things take at speed 1. Raises ValueError for what cannot be."""
@@ -33,7 +54,8 @@ class FixedTimes:
     ttft_s: float
     """From the moment that a request has a slot until its first token."""
     ttft_spread: float = 0.0
-    """Evenly within plus or minus this share of it."""
+    """How much that varies, as `form` says."""
+    form: Form = Form.UNIFORM
     token_s: float = 0.02
     """From each token to the next."""
 
@@ -42,6 +64,20 @@ class FixedTimes:
             raise ValueError(f"times must be above 0, got {self.ttft_s} and {self.token_s}")
         if not 0 <= self.ttft_spread <= 1:
             raise ValueError(f"ttft_spread must be within 0..1, got {self.ttft_spread}")
+
+    def factor(self, request: SimRequest, rng: random.Random) -> float:
+        """What the time to a request's first token is multiplied by."""
+        spread = self.ttft_spread
+        if not spread:
+            return 1.0
+        if self.form is Form.UNIFORM:
+            return 1 + rng.uniform(-spread, spread)
+        if self.form is Form.BIMODAL:
+            return BIMODAL_FACTOR if rng.random() < spread else 1.0
+        if self.form is Form.HEAVY:
+            return min(MAX_FACTOR, rng.paretovariate(1 / spread))
+        own = rng if self.form is Form.LOGNORMAL else random.Random(str(request.block_hashes[:1]))
+        return min(MAX_FACTOR, own.lognormvariate(0.0, spread))
 
 
 @dataclass(slots=True, eq=False)
@@ -144,6 +180,9 @@ class FixedEngine:
     def unload_adapter(self, adapter: str, *, now: float) -> None:
         """Nothing is loaded here."""
 
+    def forget(self, *, now: float) -> None:
+        """Nothing is cached here."""
+
     def restart(self, *, now: float) -> list[str]:
         """Fail, and be there again, empty. Returns the ids of all requests that were lost, oldest first."""
         self._run(now)
@@ -220,8 +259,7 @@ class FixedEngine:
             name, sequence = self._waiting.popitem(last=False)
             self._running[name] = sequence
             self._held_tokens += sequence.request.prompt_tokens + sequence.request.output_tokens
-            spread = self._times.ttft_spread
-            factor = 1.0 if self._rng is None or not spread else 1 + self._rng.uniform(-spread, spread)
+            factor = 1.0 if self._rng is None else self._times.factor(sequence.request, self._rng)
             sequence.first_at = self._work + self._times.ttft_s * factor
             self._expect(sequence, sequence.first_at)
 

@@ -38,6 +38,11 @@ class BlockPool:
         """A pool of the same kind and size, with nothing in it."""
         return BlockPool(self.total)
 
+    def forget(self) -> None:
+        """No block can be hit any more, whoever uses it."""
+        self._by_hash.clear()
+        self._hash_of = [None] * len(self._hash_of)
+
     @property
     def available(self) -> int:
         """Blocks without a user, cached content or not."""
@@ -128,6 +133,11 @@ class ReportingPool(BlockPool):
         """See BlockPool. Reports a clear."""
         self._report.cleared()
         return ReportingPool(self.total, self._report)
+
+    def forget(self) -> None:
+        """See BlockPool. Reports a clear."""
+        self._report.cleared()
+        super().forget()
 
     def register(self, blocks: Sequence[int], hashes: Sequence[int]) -> None:
         """See BlockPool."""

@@ -58,6 +58,10 @@ class ModelServer(Protocol):
         """Serve an adapter no more."""
         ...
 
+    def forget(self, *, now: float) -> None:
+        """Forget what is cached; what runs goes on."""
+        ...
+
     def restart(self, *, now: float) -> list[str]:
         """Fail, and be there again, empty. Returns the ids of the requests that were lost."""
         ...

@@ -12,6 +12,7 @@ H100 with vLLM (Qwen3-32B TP2: 1.7 % mean error). The KV capacity of Qwen3-32B o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from zlib import crc32
 
 BLOCK_TOKENS = 16
 """Tokens in a KV block: vLLM's default on GPUs."""
@@ -49,6 +50,18 @@ class Preset:
     """Of each transfer of a prompt's KV from another engine: handshake, notification."""
     transfer_token_ms: float = 0.008
     """Of such a transfer, for each token that is not cached here: 16 GB/s at 128 KB a token."""
+    prefix_caching: bool = True
+    """vLLM's `enable_prefix_caching`: whether a prompt that begins as an earlier one is computed from there on."""
+    pause_s: float = 0.0
+    """For so long it stands still, after every `pause_every_s - pause_s` of work: collection of garbage, compilation,
+    a neighbour on the machine."""
+    pause_every_s: float = 60.0
+    pause_at_s: float = 0.0
+    """How far the first pause is earlier than after `pause_every_s - pause_s`, so that servers stand in turns."""
+    cold_share: float = 0.0
+    """Share of the requests that need experts which are not in the GPU's memory, as their content has it."""
+    cold_ms: float = 0.0
+    """Loading these, which holds up the whole step."""
 
     def __post_init__(self) -> None:
         if self.kv_tokens < BLOCK_TOKENS:
@@ -60,6 +73,21 @@ class Preset:
             raise ValueError(
                 f"max_sequences must be within 1..token_budget ({self.token_budget}), got {self.max_sequences}"
             )
+        if not 0 <= self.pause_s < self.pause_every_s:
+            raise ValueError(f"pause_s must be below pause_every_s ({self.pause_every_s}), got {self.pause_s}")
+
+    def ends_at(self, begin: float, seconds: float) -> float:
+        """When work of so many seconds ends, with the pauses in between. Times are the engine's clock."""
+        if not self.pause_s:
+            return begin + seconds
+        every, worked = self.pause_every_s, self.pause_every_s - self.pause_s
+        turns, into = divmod(begin + self.pause_at_s, every)
+        turns, into = divmod(turns * worked + min(into, worked) + seconds, worked)
+        return turns * every + into - self.pause_at_s
+
+    def is_cold(self, request_id: str) -> bool:
+        """Whether a request needs other experts than those in memory: the same ones for every fleet."""
+        return crc32(request_id.encode()) < self.cold_share * (1 << 32)
 
     def step_ms(self, tokens: int, sequences: int, context: int, attention: float) -> float:
         """How long a step of `tokens` in `sequences` takes, whose decodes have `context` computed tokens together.

@@ -67,6 +67,11 @@ class RankedEngine:
         for rank in self.ranks:
             rank.unload_adapter(adapter, now=now)
 
+    def forget(self, *, now: float) -> None:
+        """As `Engine`, in each rank."""
+        for rank in self.ranks:
+            rank.forget(now=now)
+
     def restart(self, *, now: float) -> list[str]:
         """Fail, and be there again, empty. Returns the ids of all requests that were lost, rank by rank."""
         return [request_id for rank in self.ranks for request_id in rank.restart(now=now)]

@@ -153,7 +153,8 @@ class Scheduler:
             self._gauges = self._measure()
             return
         tokens = self._preset.token_budget - budget
-        self._step_ends_at = at + self._duration_ms(tokens, attention) * self._seconds_per_ms
+        seconds = self._duration_ms(tokens, attention) * self._seconds_per_ms
+        self._step_ends_at = self._preset.ends_at(at, seconds)
 
     def _duration_ms(self, tokens: int, attention: float) -> float:
         sequences = len(self._decoding) + len(self._prefills)
@@ -268,6 +269,8 @@ class Scheduler:
         if loading_ms:
             self._loading_ms += loading_ms
             sequence.loaded_adapter = True
+        if self._preset.is_cold(sequence.request.id):
+            self._loading_ms += self._preset.cold_ms
         sequence.phase = Phase.PREFILLING
 
     def _schedule_chunk(self, sequence: Running, chunk: int) -> float:

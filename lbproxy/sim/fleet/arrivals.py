@@ -19,7 +19,7 @@ def read_job(
     """What a balancer is told of a job, what a server is to compute, and whether the response is streamed. `rng` is the
     job's own.
     """
-    streamed = rng.random() < options.stream_share
+    streamed = rng.random() < (options.stream_share if job.stream_share is None else job.stream_share)
     prompt_tokens = job.prompt_tokens
     hashes = block_hashes((*job.prompt, job.answer), job.model)
     prompt_bytes = round(prompt_tokens * TOKEN_BYTES * (1 + rng.uniform(-options.size_error, options.size_error)))

@@ -21,14 +21,14 @@ from lbproxy.core.endpoints.hang import CHECK_S
 from lbproxy.core.endpoints.health import Transition
 from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.core.requests.request import DECODE, PREFILL, InferenceRequest, Usage
+from lbproxy.core.requests.request import DECODE, PREFILL, InferenceRequest, Usage, estimated
 from lbproxy.core.requests.retry import FailureKind
 from lbproxy.sim.engine.engine import FirstToken, RequestTooLong
 from lbproxy.sim.fleet.arrivals import read_job
 from lbproxy.sim.fleet.asking import Asking
 from lbproxy.sim.fleet.des import EventHeap
 from lbproxy.sim.fleet.failing import Faults
-from lbproxy.sim.fleet.fleet import FleetOptions, Sample, Served
+from lbproxy.sim.fleet.fleet import FleetOptions, Sample, Served, ToldUsage
 from lbproxy.sim.fleet.legs import Legs
 from lbproxy.sim.fleet.live import Flight, Front, LiveServer, engine_of, introduce
 from lbproxy.sim.fleet.others import OthersTraffic
@@ -325,7 +325,17 @@ class Fleet:
             self._poll(self._fronts[flight.served.balancer])
             return
         server.flights[job.id] = flight
+        if server.spec.role_chunk and flight.served.streamed:
+            self._heap.at(self.now + self._options.network_s, self._begin_stream, flight)
         self._arm(server)
+
+    def _begin_stream(self, flight: Flight) -> None:
+        """The first bytes arrive, with or before the first token."""
+        if flight.served.outcome is None and not flight.begun:
+            flight.begun = True
+            front = self._fronts[flight.served.balancer]
+            front.balancer.first_byte(_ticket(flight), now=self.now)
+            self._poll(front)
 
     def _refuse(self, flight: Flight) -> None:
         """A 500 arrives."""
@@ -365,6 +375,8 @@ class Fleet:
                 if job_id in server.flights:
                     touched.add(server.flights[job_id].served.balancer)
                     self._fail(server.flights.pop(job_id), FailureKind.ERROR)
+        if server.thinking:
+            self._show_thought(server, touched)
         self._report_progress(server)
         self._arm(server)
         for number in sorted(touched):
@@ -377,12 +389,32 @@ class Fleet:
         served.loaded_adapter = first.loaded_adapter
         if leg == PREFILL:
             return  # it is the whole response, and the client's first token is another
+        hidden = int(_server(flight).spec.hidden_share * served.job.answer.tokens)
+        if hidden:
+            _server(flight).thinking[served.job.id] = hidden
+        else:
+            self._show_first(flight, at, touched)
+
+    def _show_thought(self, server: LiveServer, touched: set[int]) -> None:
+        """Of requests that have generated all that their clients do not see."""
+        for job_id, hidden in list(server.thinking.items()):
+            flight = server.flights.get(job_id)
+            if flight is None:
+                del server.thinking[job_id]
+            elif server.engine.generated(job_id) > hidden:
+                flight.told = server.thinking.pop(job_id)
+                self._show_first(flight, self.now, touched)
+
+    def _show_first(self, flight: Flight, at: float, touched: set[int]) -> None:
+        served = flight.served
         served.first_at = at
         if served.streamed:
             balancer = self._fronts[served.balancer].balancer
-            balancer.first_byte(_ticket(flight), now=self.now)
+            if not flight.begun:
+                flight.begun = True
+                balancer.first_byte(_ticket(flight), now=self.now)
             balancer.progress(_ticket(flight), 1, now=self.now)
-            flight.told = 1
+            flight.told += 1
             _server(flight).progress.append((self.now + PROGRESS_S, flight))
             touched.add(served.balancer)
 
@@ -392,14 +424,16 @@ class Fleet:
         if _ticket(flight).request.leg == PREFILL:
             self._prefilled(server, flight)
             return
+        if served.first_at is None:
+            flight.told = server.thinking.pop(served.job.id)
+            self._show_first(flight, self.now, touched)
         tokens = served.job.answer.tokens
         balancer = self._fronts[served.balancer].balancer
         if not served.streamed:
             balancer.first_byte(_ticket(flight), now=self.now)
         elif tokens > flight.told:
             balancer.progress(_ticket(flight), tokens - flight.told, now=self.now)
-        usage = Usage(served.job.prompt_tokens, served.cached_tokens, tokens)
-        self._close(flight, Outcome.COMPLETED, usage)
+        self._close(flight, Outcome.COMPLETED, _usage(served, server.spec.usage))
         self._end(flight, Outcome.COMPLETED)
 
     def _prefilled(self, server: LiveServer, flight: Flight) -> None:
@@ -461,8 +495,7 @@ class Fleet:
         self._poll(front)
 
     def _move(self, front: Front, server: LiveServer, flight: Flight) -> None:
-        has_bytes = flight.served.streamed and flight.served.first_at is not None
-        if has_bytes or flight.served.balancer != front.number:
+        if flight.begun or flight.served.balancer != front.number:
             return
         if not front.balancer.is_stranded(_ticket(flight), now=self.now):
             return
@@ -481,7 +514,7 @@ class Fleet:
             if job_id not in server.flights:
                 continue  # others'
             flight = server.flights.pop(job_id)
-            if flight.served.first_at is None or not flight.served.streamed:
+            if not flight.begun:
                 self._fail(flight, FailureKind.RESET)
             else:
                 self._close(flight, Outcome.UPSTREAM_BROKE)
@@ -493,6 +526,13 @@ class Fleet:
 def _ticket(flight: Flight) -> Ticket:
     assert flight.ticket is not None
     return flight.ticket
+
+
+def _usage(served: Served, told: ToldUsage) -> Usage:
+    if told is ToldUsage.NONE:
+        return estimated(None, served.job.answer.tokens)
+    cached = served.cached_tokens if told is ToldUsage.ALL else None
+    return Usage(served.job.prompt_tokens, cached, served.job.answer.tokens)
 
 
 def _server(flight: Flight) -> LiveServer:

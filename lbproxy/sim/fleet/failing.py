@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from lbproxy.sim.fleet.des import EventHeap
 from lbproxy.sim.fleet.fleet import Fault, FaultKind
-from lbproxy.sim.fleet.live import LiveServer
+from lbproxy.sim.fleet.live import LiveServer, page_of
 
 HUNG_SPEED = 1e-9
 
@@ -43,6 +43,12 @@ class Faults:
             server.engine.set_speed(HUNG_SPEED, now=now)
         elif fault.kind is FaultKind.FAILING:
             server.failing = True
+        elif fault.kind is FaultKind.CLEARED:
+            server.engine.forget(now=now)
+        elif fault.kind is FaultKind.STALE:
+            server.page = page_of(server, now)
+        elif fault.kind is FaultKind.RESTARTED:
+            self._lose_all(server)
         else:
             server.alive = False
             self._lose_all(server)
@@ -52,8 +58,8 @@ class Faults:
         server = self._servers[fault.server]
         if fault.speed is None and fault.kind is FaultKind.HUNG:
             self._lose_all(server)
-        if fault.speed is None and fault.kind is not FaultKind.FAILING:
+        if fault.speed is None and fault.kind in {FaultKind.DEAD, FaultKind.HUNG}:
             server.started_at = self._heap.now
-        server.alive, server.failing = True, False
+        server.alive, server.failing, server.page = True, False, None
         server.engine.set_speed(server.spec.speed, now=self._heap.now)
         self._arm(server)

@@ -23,6 +23,27 @@ CONNECTOR = "nixl"
 """Between servers of which some prefill and others decode."""
 
 
+class Reported(Enum):
+    """What a server's metrics say of its requests."""
+
+    TRUE = "true"
+    IN_FLIGHT = "in-flight"
+    """All as waiting, none as running."""
+    NOTHING = "zero"
+    """None, no use of the KV cache, and no work."""
+    TWICE = "doubled"
+    """Each twice."""
+
+
+class ToldUsage(Enum):
+    """What a server's responses say of tokens."""
+
+    ALL = "all"
+    NO_CACHED = "no-cached"
+    """Nothing of those that were cached."""
+    NONE = "none"
+
+
 @dataclass(frozen=True, slots=True)
 class Server:
     """One simulated server."""
@@ -39,6 +60,13 @@ class Server:
     """It has a page of metrics."""
     shows_waiting: bool = True
     """Its metrics say how many requests wait."""
+    reported: Reported = Reported.TRUE
+    """What they say of its requests."""
+    usage: ToldUsage = ToldUsage.ALL
+    hidden_share: float = 0.0
+    """Of a response's tokens, so many are generated before its client gets the first: reasoning that is not shown."""
+    role_chunk: bool = False
+    """A stream begins with a chunk without a token, as soon as the server has the request."""
     weight: float = 1.0
     """What the balancer is told of its capacity."""
     role: Role = Role.BOTH
@@ -71,6 +99,12 @@ class FaultKind(Enum):
     """It takes requests and computes nothing, while its /health is fine, until it is restarted."""
     FAILING = "failing"
     """It answers 500 to everything at once, while its /health is fine."""
+    RESTARTED = "restarted"
+    """It loses its requests and its cache, and is there again before anybody asks; its metrics do not show it."""
+    CLEARED = "cleared"
+    """It loses its cache and nothing else."""
+    STALE = "stale"
+    """Something in between shows its page of metrics as it was at the begin, until the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints.endpoint import EndpointSpec, EndpointUid
@@ -19,8 +19,8 @@ from lbproxy.core.requests.retry import FailureKind
 from lbproxy.sim.engine.engine import SimRequest
 from lbproxy.sim.engine.model_server import ModelServer, make_server
 from lbproxy.sim.engine.presets import BLOCK_TOKENS
-from lbproxy.sim.engine.sequence import Hold
-from lbproxy.sim.fleet.fleet import BASE_MODEL, CONNECTOR, FleetOptions, Served, Server
+from lbproxy.sim.engine.sequence import Gauges, Hold
+from lbproxy.sim.fleet.fleet import BASE_MODEL, CONNECTOR, FleetOptions, Reported, Served, Server
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +33,9 @@ class Flight:
     ticket: Ticket | None = None
     server: LiveServer | None = None
     told: int = 0
-    """Tokens reported as progress."""
+    """Tokens reported as progress, and those that nobody sees."""
+    begun: bool = False
+    """Its client has bytes of a stream."""
     failed: tuple[FailureKind, ...] = ()
     """Why its attempts failed."""
     suspect: EndpointUid | None = None
@@ -57,12 +59,16 @@ class LiveServer:
     failing: bool = False
     started_at: float | None = 0.0
     """What its metrics say of that; None = nothing."""
+    page: LoadMetrics | None = None
+    """What its metrics show instead of what is; None = what is."""
     wakes_at: float = float("inf")
     """When the engine's next event is that an event of ours is asked for; it arrives a network delay later."""
     flights: dict[str, Flight] = field(default_factory=dict)
     """In the engine, by job."""
     progress: deque[tuple[float, Flight]] = field(default_factory=deque)
     """Streams by when their progress is due; as each is due again equally long after, in order."""
+    thinking: dict[str, int] = field(default_factory=dict)
+    """By job, how many tokens its client does not see; of those that have none that it sees."""
 
 
 @dataclass(slots=True, eq=False)
@@ -123,12 +129,15 @@ def engine_of(spec: Server, rng: random.Random | None) -> ModelServer:
 
 def page_of(server: LiveServer, now: float) -> LoadMetrics:
     """What a scrape of it says. Of adapters, as with vLLM, only those with live requests, under both labels alike."""
-    engine, slots = server.engine, server.spec.preset.max_loras
-    gauges = engine.gauges()
+    if server.page is not None:
+        return replace(server.page, scraped_at=now)
+    engine, spec = server.engine, server.spec
+    slots = spec.preset.max_loras
+    gauges = _reported(engine.gauges(), spec.reported)
     named = frozenset(gauges.running_adapters)
     return LoadMetrics(
         scraped_at=now,
-        waiting=gauges.waiting if server.spec.shows_waiting else None,
+        waiting=gauges.waiting if spec.shows_waiting else None,
         running=gauges.running,
         kv_utilization=gauges.kv_usage,
         block_size_tokens=BLOCK_TOKENS,
@@ -137,3 +146,11 @@ def page_of(server: LiveServer, now: float) -> LoadMetrics:
         work=float(gauges.prompt_tokens + gauges.generation_tokens),
         started_at=server.started_at,
     )
+
+
+def _reported(true: Gauges, how: Reported) -> Gauges:
+    if how is Reported.IN_FLIGHT:
+        return true._replace(waiting=true.waiting + true.running, running=0)
+    if how is Reported.TWICE:
+        return true._replace(waiting=2 * true.waiting, running=2 * true.running)
+    return true if how is Reported.TRUE else Gauges()

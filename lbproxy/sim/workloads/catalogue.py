@@ -97,20 +97,29 @@ def own(  # noqa: PLR0913
     spread: float = 0.0,
     shared_tokens: int = 0,
     groups: int = 1,
+    skew: float = 0.0,
+    begin_s: float = 0.0,
 ) -> Workload:
-    """Poisson arrivals of your own sizes: `prompt_tokens` (of which the first `shared_tokens` are one of `groups`
-    system prompts) and `output_tokens`; with `spread`, lognormal around those medians with that sigma.
+    """Poisson arrivals of your own sizes, from `begin_s` on: `prompt_tokens` (of which the first `shared_tokens` are
+    one of `groups` system prompts, the popularity of the n-th as n to the power of minus `skew`) and `output_tokens`;
+    with `spread`, lognormal around those medians with that sigma.
     """
     rng = random.Random(f"{seed}:own")
     ids = fresh_ids()
+    popularity = _popularity(groups, skew) if skew else None
     arrivals: list[Arrival] = []
     for number, at in enumerate(poisson(rng, rate, duration_s)):
-        group = rng.randrange(groups)
+        group = rng.randrange(groups) if popularity is None else rng.choices(range(groups), cum_weights=popularity)[0]
         private = Piece(ids(), lognormal(rng, max(1, prompt_tokens - shared_tokens), spread, at_most=100_000))
         prompt = (Piece(group, shared_tokens), private) if shared_tokens else (private,)
         answer = Piece(ids(), lognormal(rng, output_tokens, spread, at_most=8000))
-        arrivals.append((at, Job(str(number), prompt, answer)))
+        arrivals.append((begin_s + at, Job(str(number), prompt, answer)))
     return OpenLoop([arrivals])
+
+
+def _popularity(things: int, skew: float) -> list[float]:
+    """As cumulative weights: of the n-th, n to the power of minus `skew`."""
+    return list(accumulate((number + 1) ** -skew for number in range(things)))
 
 
 def one_prefix(
@@ -316,7 +325,7 @@ def documents(  # noqa: PLR0913
     rng = random.Random(f"{seed}:documents")
     ids = fresh_ids()
     texts = [Piece(number, rng.randint(shortest, longest)) for number in range(documents)]
-    popularity = list(accumulate((number + 1) ** -skew for number in range(documents)))
+    popularity = _popularity(documents, skew)
     arrivals: list[Arrival] = []
     for number, at in enumerate(poisson(rng, rate, duration_s)):
         (text,) = rng.choices(texts, cum_weights=popularity)

@@ -28,6 +28,7 @@ class Source:
     priority: int | None = None
     slo_ttft_s: float | None = None
     patience_s: float | None = None
+    stream_share: float | None = None
 
 
 class Clients:
@@ -63,6 +64,7 @@ class Clients:
             priority=source.priority,
             slo_ttft_s=source.slo_ttft_s,
             patience_s=source.patience_s,
+            stream_share=source.stream_share,
         )
         self._live[marked.id] = number, job
         return at, marked

@@ -45,6 +45,8 @@ class Job:
     """How long after its arrival its client wants the first token, or none."""
     patience_s: float | None = None
     """How long after its arrival its client leaves if it has read nothing by then; None = it waits for ever."""
+    stream_share: float | None = None
+    """How likely it wants a stream; None = as the fleet's requests do."""
 
     @property
     def prompt_tokens(self) -> int:

@@ -401,3 +401,46 @@ def test_unnamed_tokens_change_nothing_but_their_names(schedule: list[tuple[floa
                 del counts[request_id]
         assert {request_id: unnamed.generated(request_id) for request_id in counts} == counts
     assert unnamed.gauges() == named.gauges()
+
+
+def test_pauses_are_between_its_work() -> None:
+    """It works for 30 ms, then stands for 20: steps of 10 ms."""
+    preset = dataclasses.replace(STEADY, pause_s=0.02, pause_every_s=0.05)
+    engine = Engine(preset)
+    engine.add(SimRequest("a", 10, 7), now=0.001)
+    assert milliseconds(drain(engine)) == [11, 21, 51, 61, 71, 101, 111]
+    assert [preset.ends_at(at, 0.01) for at in (0.0, 0.025, 0.03, 0.045)] == pytest.approx([0.01, 0.055, 0.06, 0.06])
+    assert dataclasses.replace(preset, pause_at_s=0.025).ends_at(0.0, 0.01) == pytest.approx(0.03)
+
+
+def test_a_request_with_cold_experts_holds_up_its_step() -> None:
+    """A share of the requests, the same ones in every engine."""
+    preset = dataclasses.replace(STEADY, cold_share=0.3, cold_ms=100.0)
+    cold = [name for name in map(str, range(1000)) if preset.is_cold(name)]
+    assert 250 < len(cold) < 350
+    for name, took in ((cold[0], 110.0), (next(name for name in map(str, range(1000)) if name not in cold), 10.0)):
+        engine = Engine(preset)
+        engine.add(SimRequest(name, 10, 2), now=0.0)
+        assert milliseconds(drain(engine)) == [took, took + 10.0]
+
+
+def test_without_prefix_caching_nothing_is_hit() -> None:
+    for caches, cached in ((True, 32), (False, 0)):
+        engine = Engine(dataclasses.replace(STEADY, prefix_caching=caches))
+        shared = hashes(prefix="p", blocks=3)
+        for name, now in (("a", 0.0), ("b", 1.0)):
+            engine.add(SimRequest(name, 48, 1, shared), now=now)
+            (last,) = [first for step in drain(engine) for first in step.first]
+        assert last == FirstToken("b", cached)
+
+
+def test_what_is_cached_can_be_forgotten_while_requests_run() -> None:
+    engine = Engine(STEADY)
+    shared = hashes(prefix="p", blocks=3)
+    engine.add(SimRequest("a", 48, 20, shared), now=0.0)
+    engine.forget(now=0.015)
+    engine.add(SimRequest("b", 48, 1, shared), now=0.02)
+    steps = drain(engine)
+    assert [first for step in steps for first in step.first] == [FirstToken("a", 0), FirstToken("b", 0)]
+    assert {name for step in steps for name in step.finished} == {"a", "b"}
+    check(engine)

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from lbproxy.sim.engine.fixed import FixedEngine, FixedTimes
+from lbproxy.sim.engine.fixed import FixedEngine, FixedTimes, Form
 from lbproxy.sim.engine.presets import PRESETS
 from lbproxy.sim.engine.sequence import RequestTooLong, SimRequest, StepDone
 
@@ -96,9 +96,38 @@ def test_abort_frees_the_slot_and_restart_loses_all() -> None:
         engine.add(SimRequest("long", 131_000, 1000), now=3.0)
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"ttft_s": 0.0}, {"ttft_s": 1.0, "token_s": 0.0}, {"ttft_s": 1.0, "ttft_spread": 2.0}]
-)
-def test_times_that_cannot_be(wrong: dict[str, float]) -> None:
+@pytest.mark.parametrize(("ttft_s", "token_s", "spread"), [(0.0, 0.02, 0.0), (1.0, 0.0, 0.0), (1.0, 0.02, 2.0)])
+def test_times_that_cannot_be(ttft_s: float, token_s: float, spread: float) -> None:
     with pytest.raises(ValueError, match="must be"):
-        FixedTimes(**wrong)
+        FixedTimes(ttft_s=ttft_s, token_s=token_s, ttft_spread=spread)
+
+
+@pytest.mark.parametrize(
+    ("form", "median", "p90", "most"),
+    [
+        ("lognormal", 1.0, 1.9, 9.0),
+        ("bimodal", 1.0, 10.0, 10.0),
+        ("heavy", 1.41, 3.16, 100.0),
+        ("prompt", 1.0, 1.9, 9.0),
+    ],
+)
+def test_other_forms_of_spread(form: str, median: float, p90: float, most: float) -> None:
+    """A sigma of .5; a share of .2; a Pareto exponent of 2."""
+    spread = 0.2 if form == "bimodal" else 0.5
+    times = FixedTimes(ttft_s=1.0, ttft_spread=spread, form=Form(form))
+    engine = FixedEngine(PRESETS["llama-8b-h100"], times, rng=random.Random(1), name_tokens=False)
+    for number in range(1000):
+        engine.add(SimRequest(str(number), 1, 1, (number, 7)), now=0.0)
+    found = sorted(firsts(drain(engine)).values())
+    assert found[500] == pytest.approx(median, rel=0.1)
+    assert found[900] == pytest.approx(p90, rel=0.15)
+    assert 4 < found[-1] <= most
+
+
+def test_equal_prompts_take_equally_long_if_that_is_the_form() -> None:
+    times = FixedTimes(ttft_s=1.0, ttft_spread=0.5, form=Form.PROMPT)
+    engine = FixedEngine(PRESETS["llama-8b-h100"], times, rng=random.Random(1), name_tokens=False)
+    for name, own in (("a", 1), ("b", 2), ("c", 1)):
+        engine.add(SimRequest(name, 1, 1, (own, 7)), now=0.0)
+    found = firsts(drain(engine))
+    assert found["a"] == found["c"] != found["b"]
