@@ -36,8 +36,8 @@ COMPILED = {
     ),
     "lbproxy/core/policies": "adaptive baselines explain policy registry scorers split",
     "lbproxy/core/queue": (
-        "candidates choice dispatcher failed_attempts flow flows overdue queue_overload stored_responses ticket "
-        "waiting_queue"
+        "candidates choice dispatcher failed_attempts flow flows limits overdue queue_overload stored_responses "
+        "ticket waiting_queue"
     ),
     "lbproxy/core/sleeping": "demand phase server servers sleepers",
     "lbproxy/core/scaling": "demand",

@@ -57,6 +57,7 @@ from lbproxy.core.queue.dispatcher import Dispatcher
 from lbproxy.core.queue.failed_attempts import FailedAttempts
 from lbproxy.core.queue.flow import Flow
 from lbproxy.core.queue.flows import Flows
+from lbproxy.core.queue.limits import Limits
 from lbproxy.core.queue.overdue import Overdue
 from lbproxy.core.queue.stored_responses import StoredResponses
 from lbproxy.core.queue.ticket import Answer, Ticket, TicketState, Turn, Wait
@@ -82,10 +83,11 @@ class Balancer:
         self._pool = model_for(policy)
         self._endpoints = EndpointSet(settings, self._pool, rng, first_uid)
         self._judge = self._endpoints.judge
-        self._flows, self._queue = Flows(settings.flows), WaitingQueue(settings.admission)
+        limits = Limits()
+        self._flows, self._queue = Flows(settings.flows, limits), WaitingQueue(settings.admission)
         self.stored_responses = StoredResponses()
         """The driver notes here which endpoint stores which response."""
-        self._candidates = Candidates(self._endpoints, self.stored_responses)
+        self._candidates = Candidates(self._endpoints, self.stored_responses, limits)
         self._choice = Choice(self._candidates, self._endpoints, self._backpressure, self._queue, rng)
         self._choice.reconfigure(policy, settings.admission, settings.overflow)
         self._failures = FailedAttempts(self._retries, self._backpressure, self._judge, self._candidates)
@@ -440,6 +442,7 @@ class Balancer:
         else:
             if answer.best is not None:
                 ticket.best_wait_s, ticket.best_tokens = answer.best_wait_s, answer.best_tokens
+            self._dispatcher.claim(ticket, answer.short, now)
             if ticket.wait is None:
                 ticket.wait = chosen
                 if chosen is Wait.WAKING and (refusal := self.sleepers.refusal(ticket, now)) is not None:

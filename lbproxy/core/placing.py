@@ -12,14 +12,13 @@ knows, has that of the first (`Ticket.prefill`), which ends with the first byte 
 
 from __future__ import annotations
 
-from typing import Final
-
 from lbproxy.core.endpoints.backpressure import Backpressure
 from lbproxy.core.endpoints.endpoint_set import EndpointSet
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.queue.dispatcher import Dispatcher
 from lbproxy.core.queue.flows import Flows
+from lbproxy.core.queue.limits import with_estimate
 from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.replicas.journal import Journal
 from lbproxy.core.requests.outcome import Outcome
@@ -42,7 +41,7 @@ class Placing:
         advice: Advice,
     ) -> None:
         self.advice = advice
-        self._endpoints, self._flows, self._backpressure = endpoints, flows, backpressure
+        self._endpoints, self._flows, self._limits, self._backpressure = endpoints, flows, flows.limits, backpressure
         self._judge = endpoints.judge
         self._dispatcher = dispatcher
         self._placements = 0
@@ -82,10 +81,9 @@ class Placing:
             ticket.load = state.load
             ticket.placement = ticket.load.place(ticket.request, now)
             self.advice.demand.placed(ticket.placement)
-        if state.allowance is not None:
-            counted = ticket.response_tokens if ticket.counted else None
-            ticket.reserved_tokens = state.allowance.reserve(ticket.request, now, counted=counted)
         assert ticket.flow is not None
+        if ticket.flow.limited or state.allowance is not None:
+            self._limits.placed(ticket, now)
         ticket.flow.in_flight += 1
         self._flows.placed(ticket, now)
 
@@ -119,10 +117,10 @@ class Placing:
             state.tokens_streamed += tokens
             state.progress.last_at = now
             if tokens:
-                self._flows.progress(ticket, tokens, now)
-                if state.allowance is not None:
-                    request, reserved, written = ticket.request, ticket.reserved_tokens, ticket.response_tokens
-                    ticket.reserved_tokens = state.allowance.written(request, reserved, written, now)
+                ticket.response_tokens += tokens
+                self._flows.progress(ticket, now)
+                if state.allowance is not None or (ticket.flow is not None and ticket.flow.limited):
+                    self._limits.progress(ticket, tokens, now)
             if ticket.load is not None and ticket.placement is not None:
                 ticket.load.progress(ticket.placement, tokens, now)
 
@@ -136,9 +134,10 @@ class Placing:
             is_left = usage is not None and usage.is_estimate  # by a client for which both worked
             self.end(ticket.prefill, outcome, estimated(None, 0) if is_left else None, now)
         state = ticket.placed_state
-        charged, usage = _charged(ticket, usage, now)
-        if self.journal is not None:
-            self.journal.ended(ticket, usage, now, completed=outcome is Outcome.COMPLETED)
+        charged = with_estimate(ticket, usage, now)
+        if charged is not None and ticket.request.leg == DECODE:  # the prompt was cached with the first leg
+            charged = charged._replace(cached_tokens=None)
+        usage = told = None if charged is not None and charged.is_estimate else charged
         state.in_flight -= 1
         state.progress.open_ended -= ticket.request.open_ended
         if ticket.first_byte_at is None:
@@ -153,7 +152,9 @@ class Placing:
             usage = NO_USAGE if not ticket.request.prompt_bytes else None
         reported = usage is not None and outcome is Outcome.COMPLETED
         served = ticket.first_byte_at is not None or reported or (charged is not None and charged.is_estimate)
-        self._settle(ticket, state, charged, usage, now, served=served)
+        used = self._settle(ticket, charged, now, served=served)
+        if self.journal is not None:
+            self.journal.ended(ticket, told, used, now, completed=outcome is Outcome.COMPLETED)
         if ticket.load is not None and ticket.placement is not None:
             ticket.load.end(ticket.placement, usage, now)
             self.advice.demand.ended(ticket.placement, usage)
@@ -161,49 +162,16 @@ class Placing:
         self._dispatcher.wake(state)
         ticket.state, ticket.outcome = TicketState.CLOSED, outcome
 
-    def _settle(
-        self,
-        ticket: Ticket,
-        state: EndpointState,
-        charged: Usage | None,
-        usage: Usage | None,
-        now: float,
-        *,
-        served: bool,
-    ) -> None:
-        """Correct what its flow and its endpoint's limits were charged. `served`: the endpoint worked for it."""
-        assert ticket.flow is not None
-        ticket.flow.in_flight -= 1
-        used = self._flows.ended(ticket, charged, now, served=served)
-        if state.allowance is not None:
-            if served and charged is None and ticket.request.binary:
-                used = ticket.reserved_tokens
-            state.allowance.settle(ticket.reserved_tokens, used, usage if served else None, now)
-
-
-USUAL_GAP_S: Final = 0.02
-"""Between two tokens of a response, under policies that learn none."""
-
-
-def _charged(ticket: Ticket, usage: Usage | None, now: float) -> tuple[Usage | None, Usage | None]:
-    """Of the usage of a ticket that ended: what counts for limits, and what its endpoint's load model learns."""
-    charged = usage
-    if usage is not None and usage.is_estimate:
-        tokens = max(ticket.response_tokens, usage.completion_tokens or _unseen_tokens(ticket, now))
-        ticket.response_tokens, charged, usage = tokens, estimated(usage, tokens), None
-    if charged is not None and ticket.request.leg == DECODE:  # the prompt was charged, and cached, with the first leg
-        charged = Usage(None, None, charged.completion_tokens, None, charged.is_estimate)
-        usage = None if usage is None else usage._replace(cached_tokens=None)
-    return charged, usage
-
-
-def _unseen_tokens(ticket: Ticket, now: float) -> int:
-    """About how many tokens of a response were generated that is no stream, and of which nothing came until now."""
-    request = ticket.request
-    if request.stream or request.open_ended or ticket.placed_at is None:
-        return 0
-    load, placement = ticket.load, ticket.placement
-    gap_s = USUAL_GAP_S if load is None else max(0.001, load.pool.gap_ms / 1000.0)
-    prefill_s = 0.0 if placement is None else placement.predicted_s
-    tokens = max(0, int((now - ticket.placed_at - prefill_s) / gap_s))
-    return tokens if request.max_tokens is None else min(tokens, request.max_tokens)
+    def _settle(self, ticket: Ticket, usage: Usage | None, now: float, *, served: bool) -> float:
+        """Correct what its flow and its endpoint's limits were charged. `served`: the endpoint worked for it. Returns
+        the tokens that it used of limits, if there are any.
+        """
+        flow, used = ticket.flow, 0.0
+        assert flow is not None
+        flow.in_flight -= 1
+        if flow.limited or ticket.placed_state.allowance is not None or self.journal is not None:
+            used = self._limits.ended(ticket, usage, now, served=served)
+        if served:
+            self._limits.learn(ticket, usage)
+        self._flows.ended(ticket, usage, now, served=served)
+        return used

@@ -217,7 +217,7 @@ def counted(it: Rig) -> list[float]:
     use = state.allowance.use(now)
     assert use.day is not None
     flow = next(one for one in it.balancer._flows if one.name == "anonymous")
-    return [flow.used(now)[1], use.tokens, sum(use.day.amounts)]
+    return [flow.allowance.use(now).tokens, use.tokens, sum(use.day.amounts)]
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "round-robin"])
@@ -260,6 +260,6 @@ def test_nor_does_a_server_compress_what_a_model_wrote_for_another_method(head: 
             request = f"{head} HTTP/1.1\r\nHost: lb\r\n{ACCEPT}Content-Length: {len(body)}\r\n\r\n".encode()
             assert (await it.ask(request + body)).status == 200
             (flow,) = it.balancer._flows
-            assert flow.used(it.runtime.now())[1] > 0.95 * (PROMPT + WRITTEN)
+            assert flow.allowance.use(it.runtime.now()).tokens > 0.95 * (PROMPT + WRITTEN)
 
     run(main())

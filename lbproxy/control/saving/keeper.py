@@ -64,7 +64,7 @@ class Keeper:
 
     async def restore(self, told: Saved | None = None) -> None:
         """Read the file, if there is one, and give the balancer what is in it. If another replica `told` what it has
-        learned now, only what this one used of limits is taken from the file: each replica counts its own requests.
+        learned now, only what was used of limits is taken from the file: replicas tell that in another way.
         """
         found = await self._read()
         if (counted := self.counted) is not None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an endpoint's own limits leave of it: requests and tokens a minute, tokens a day, requests in flight.
+"""What limits leave of an endpoint, or of a flow: requests and tokens a minute, tokens a day, requests in flight.
 
-Limits of a provider, or a budget. A request reserves its estimated tokens when it is placed, and what it used is
-settled at its end. Each lbproxy counts its own requests only. Invariant: what a request reserved is settled once.
+The one account of both. `core.queue.limits` says what a request uses, and writes it here. Each of several replicas
+counts the requests of all.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from lbproxy.core.capacity.bucket import Bucket, Day, Spent, resized
-from lbproxy.core.requests.request import BYTES_PER_TOKEN, DECODE, InferenceRequest, Usage
 
 FIRST_GUESS_TOKENS: Final = 200.0
 """The assumed length of a response, before there was one."""
@@ -36,17 +35,53 @@ class Use(NamedTuple):
     day: Spent | None
     """None: there is no limit per day."""
 
+    @property
+    def is_nothing(self) -> bool:
+        """Whether nothing was used."""
+        return not (self.requests or self.tokens or (self.day is not None and any(self.day.amounts)))
+
+
+class Claim:
+    """What is kept of an endpoint's limits for a request that waits for them, so that no later one takes it away."""
+
+    __slots__ = "allowance", "priority", "tokens", "uid"
+
+    def __init__(self, allowance: Allowance, uid: int, tokens: float, priority: int) -> None:
+        self.allowance: Final = allowance
+        self.uid: Final = uid
+        """Of the endpoint."""
+        self.tokens: Final = tokens
+        self.priority: Final = priority
+        """Requests of a higher one do not wait for it."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether no other one took its place."""
+        return self.allowance.claim is self
+
+
+class Reached(NamedTuple):
+    """The limit that keeps a request out, of several the one that lasts longest."""
+
+    wait_s: float
+    """Until it is within it; above 0."""
+    key: str
+    """In the settings."""
+    size: float
+
 
 class Allowance:
-    """What is left of one endpoint's limits."""
+    """What is left of the limits of one endpoint or flow."""
 
-    __slots__ = ("_day", "_mean_response_tokens", "_requests", "_tokens", "max_in_flight")
+    __slots__ = ("_day", "_requests", "_tokens", "claim", "max_in_flight", "mean_response_tokens")
 
     def __init__(self, bounds: Bounds, now: float) -> None:
         self._requests: Bucket | None = None
         self._tokens: Bucket | None = None
         self._day: Day | None = None
-        self._mean_response_tokens = FIRST_GUESS_TOKENS
+        self.mean_response_tokens = FIRST_GUESS_TOKENS
+        """Of the lengths that were reported."""
+        self.claim: Claim | None = None
         self.max_in_flight: int | None = None
         self.reconfigure(bounds, now)
 
@@ -62,64 +97,43 @@ class Allowance:
         else:
             self._day.size = float(bounds.tokens_per_day)
 
-    def expected_tokens(self, request: InferenceRequest) -> float:
-        """The tokens that a request is expected to use there."""
-        response, most = self._mean_response_tokens, request.max_tokens
-        if most is not None and most < response:
-            response = float(most)
-        return _prompt_tokens(request) + response
+    @property
+    def is_timed(self) -> bool:
+        """Whether there are limits per time."""
+        return self._requests is not None or self._tokens is not None or self._day is not None
 
-    def wait_s(self, tokens: float, now: float) -> float:
-        """In how many seconds one more request of so many tokens is within the limits per time; 0 = now."""
+    def wait_s(self, requests: float, tokens: float, now: float) -> float:
+        """In how many seconds so many more are within the limits per time; 0 = now."""
         wait = 0.0
         if self._requests is not None:
-            wait = max(wait, self._requests.wait_s(1.0, now))
+            wait = max(wait, self._requests.wait_s(requests, now))
         if self._tokens is not None:
             wait = max(wait, self._tokens.wait_s(tokens, now))
         if self._day is not None:
             wait = max(wait, self._day.wait_s(tokens, now))
         return wait
 
-    def reserve(self, request: InferenceRequest, now: float, *, counted: int | None = None) -> float:
-        """Count a request that is placed there. `counted`: that was done before, with so many tokens of its response;
-        None = it was not. Returns the tokens that it reserves, for `settle`.
-        """
-        tokens = self.expected_tokens(request)
-        if counted is not None:
-            return max(tokens, _prompt_tokens(request) + counted)
-        if self._requests is not None:
-            self._requests.take(1.0)
-        self._take(tokens, now)
-        return tokens
+    def reached(self, now: float) -> Reached | None:
+        """The limit per minute that keeps one more request out, which finds all of it used; None: none does."""
+        found: Reached | None = None
+        for key, bucket in (("requests_per_minute", self._requests), ("tokens_per_minute", self._tokens)):
+            wait_s = 0.0 if bucket is None else bucket.wait_s(1.0, now)
+            if bucket is not None and wait_s > (0.0 if found is None else found.wait_s):
+                found = Reached(wait_s, key, bucket.size)
+        return found
 
-    def written(self, request: InferenceRequest, reserved: float, tokens: int, now: float) -> float:
-        """Count what an unfinished response has beyond what its request reserved. `tokens`: of the response so far.
-        Returns what is reserved now.
-        """
-        used = _prompt_tokens(request) + tokens
-        if used <= reserved:
-            return reserved
-        self._take(used - reserved, now)
-        return used
-
-    def settle(self, reserved: float, used: float, usage: Usage | None, now: float) -> None:
-        """Correct what a request reserved, by what it used: tokens of the prompt and the response. `usage`: as the
-        endpoint reported it.
-        """
-        if usage is not None and usage.completion_tokens is not None:
-            self._mean_response_tokens += STEP * (usage.completion_tokens - self._mean_response_tokens)
-        self._take(used - reserved, now)
-
-    def _take(self, tokens: float, now: float) -> None:
-        if self._tokens is not None:
-            self._tokens.take(tokens)
-        if self._day is not None:
+    def take(self, requests: float, tokens: float, now: float) -> None:
+        """Count so many, whether they are left or not. Negative ones are returned."""
+        if requests and self._requests is not None:
+            self._requests.take(requests, now)
+        if tokens and self._tokens is not None:
+            self._tokens.take(tokens, now)
+        if tokens and self._day is not None:
             self._day.take(tokens, now)
 
-    @property
-    def is_timed(self) -> bool:
-        """Whether there are limits per time."""
-        return self._requests is not None or self._tokens is not None or self._day is not None
+    def responded(self, tokens: int) -> None:
+        """Learn the length of a response, as reported."""
+        self.mean_response_tokens += STEP * (tokens - self.mean_response_tokens)
 
     def use(self, now: float) -> Use:
         """What was used, for `resume`."""
@@ -131,11 +145,19 @@ class Allowance:
         """Count what was used before, of the limits that there are now."""
         age_s = max(0.0, now - use.at)
         if self._requests is not None:
-            self._requests.resume(use.requests, age_s)
+            self._requests.resume(use.requests, age_s, now)
         if self._tokens is not None:
-            self._tokens.resume(use.tokens, age_s)
+            self._tokens.resume(use.tokens, age_s, now)
         if self._day is not None and use.day is not None:
             self._day.resume(use.day, now)
+
+    def used_elsewhere(self, use: Use, now: float) -> None:
+        """Another replica knows of this use. What is known here is part of it, or the other way round."""
+        for bucket, used in ((self._requests, use.requests), (self._tokens, use.tokens)):
+            if bucket is not None:
+                bucket.take(max(0.0, min(used, bucket.size) - bucket.used(now)), now)
+        if self._day is not None and use.day is not None:
+            self._day.at_least(use.day, now)
 
     def used(self, in_flight: int, now: float) -> tuple[tuple[str, float], ...]:
         """The used share of each limit that there is, 0 or more, by the name of its key in the settings."""
@@ -149,8 +171,3 @@ class Allowance:
         if self._day is not None:
             shares.append(("tokens_per_day", self._day.used(now) / self._day.size))
         return tuple(shares)
-
-
-def _prompt_tokens(request: InferenceRequest) -> float:
-    """About how many tokens the prompt has. That of a second leg was counted with the first."""
-    return 0.0 if request.leg == DECODE else (request.prompt_bytes or request.body_bytes) / BYTES_PER_TOKEN

@@ -33,29 +33,37 @@ class Bucket:
         self.size = self._level = size
         self._at = now
 
+    def _refill(self, now: float) -> None:
+        """Before the level is read or written, so that what is taken is not refilled for a time before that."""
+        if now > self._at:
+            self._level = min(self.size, self._level + self.size * (now - self._at) / MINUTE_S)
+            self._at = now
+
     def used(self, now: float) -> float:
         """What is missing to a full bucket."""
-        return max(0.0, self.size - self._level - self.size * (now - self._at) / MINUTE_S)
+        self._refill(now)
+        return max(0.0, self.size - self._level)
 
-    def resume(self, used: float, age_s: float) -> None:
+    def resume(self, used: float, age_s: float, now: float) -> None:
         """Count what was used of another bucket so long ago."""
-        self._level -= max(0.0, min(used, MAX_RESUMED_MINUTES * self.size) - self.size * age_s / MINUTE_S)
+        self.take(max(0.0, min(used, MAX_RESUMED_MINUTES * self.size) - self.size * age_s / MINUTE_S), now)
 
-    def resize(self, size: float) -> None:
+    def resize(self, size: float, now: float) -> None:
         """Change the size; what was used stays used."""
+        self._refill(now)
         self._level += size - self.size
         self.size = size
 
     def wait_s(self, needed: float, now: float) -> float:
         """In how many seconds `needed`, or at most the size of the bucket, is available; 0 = now."""
-        self._level = min(self.size, self._level + self.size * (now - self._at) / MINUTE_S)
-        self._at = now
+        self._refill(now)
         missing = min(needed, self.size) - self._level
         return missing * MINUTE_S / self.size if missing > 0 else 0.0
 
-    def take(self, amount: float) -> None:
+    def take(self, amount: float, now: float) -> None:
         """Take an amount, available or not. A negative amount is returned."""
-        self._level -= amount
+        self._refill(now)
+        self._level = min(self.size, self._level - amount)
 
 
 def resized(bucket: Bucket | None, size: int | None, now: float) -> Bucket | None:
@@ -64,7 +72,7 @@ def resized(bucket: Bucket | None, size: int | None, now: float) -> Bucket | Non
         return None
     if bucket is None:
         return Bucket(size, now)
-    bucket.resize(size)
+    bucket.resize(size, now)
     return bucket
 
 
@@ -132,3 +140,10 @@ class Day:
             if self._step - SLOTS < newest - age <= self._step:
                 self._slots[(newest - age) % SLOTS] += amount
         self._total = sum(self._slots)
+
+    def at_least(self, spent: Spent, now: float) -> None:
+        """What was used here is part of this, or the other way round: the larger counts."""
+        other = Day(self.size, now)
+        other.resume(spent, now)
+        if other.used(now) > self.used(now):
+            self._phase, self._slots, self._step, self._total = other._phase, other._slots, other._step, other._total

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from lbproxy.core.capacity.allowance import Claim
 from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.endpoints.endpoint_set import EndpointSet
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.policies.split import Split
+from lbproxy.core.queue.limits import Limits
 from lbproxy.core.queue.stored_responses import StoredResponses
 from lbproxy.core.queue.ticket import Ticket, Wait
 from lbproxy.core.requests.outcome import Outcome
@@ -28,8 +30,8 @@ class Candidates:
     _split: Split
     _max_in_flight: int | None
 
-    def __init__(self, endpoints: EndpointSet, stored_responses: StoredResponses) -> None:
-        self._endpoints, self._stored_responses = endpoints, stored_responses
+    def __init__(self, endpoints: EndpointSet, stored_responses: StoredResponses, limits: Limits) -> None:
+        self._endpoints, self._stored_responses, self._limits = endpoints, stored_responses, limits
 
     def reconfigure(self, split: Split, max_in_flight: int | None) -> None:
         """Use these from now on. `max_in_flight`: of an endpoint without a limit of its own; None: no limit."""
@@ -156,21 +158,32 @@ class Candidates:
             limit = own.max_in_flight
         return limit is None or state.requests < limit
 
-    def opens_in_s(self, state: EndpointState, now: float, request: InferenceRequest | None = None) -> float:
-        """In how many seconds `state` takes the request, or any, by its limits per time and, above tier 1, by its
-        back-off; 0 = now.
+    def opens_in_s(self, state: EndpointState, now: float, ticket: Ticket | None = None) -> float:
+        """In how many seconds `state` takes a waiting ticket by its limits per time and, above tier 1, by its back-off;
+        0 = now. None: the one that has claimed them, or else the smallest.
         """
         own = state.allowance
         wait_s = 0.0
         if own is not None:
-            wait_s = own.wait_s(1.0 if request is None else own.expected_tokens(request), now)
+            if ticket is not None:
+                wait_s = self._limits.wait_s(ticket, own, now)
+            else:
+                wait_s = own.wait_s(1.0, 1.0 if own.claim is None else own.claim.tokens, now)
         if state.endpoint.tier > 1 and state.backing_off_until - now > wait_s:
             wait_s = state.backing_off_until - now
         return wait_s
 
-    def takes(self, state: EndpointState, request: InferenceRequest, now: float) -> bool:
+    def claim(self, ticket: Ticket, state: EndpointState) -> Claim | None:
+        """What is kept of an endpoint's limits for a waiting ticket from now on; None: they are kept for another."""
+        own, priority = state.allowance, ticket.request.priority
+        if own is None or (own.claim is not None and own.claim.priority >= priority):
+            return None
+        own.claim = Claim(own, state.endpoint.uid, self._limits.expected_tokens(ticket.request, own), priority)
+        return own.claim
+
+    def takes(self, state: EndpointState, ticket: Ticket, now: float) -> bool:
         """Whether an endpoint may get one more request, by its own limits and by what it asked for."""
-        return self.below_limit(state) and self.opens_in_s(state, now, request) <= 0.0
+        return self.below_limit(state) and self.opens_in_s(state, now, ticket) <= 0.0
 
     def excluded_by(self, state: EndpointState, now: float) -> str | None:
         """Why an endpoint that may be asked gets no request now; None: it may get one."""

@@ -180,7 +180,7 @@ class Choice:
             if reason is None:
                 break
         assert first is not None
-        return (self._refusal(ticket, tiers, now) or first) if first.chosen is Wait.FULL else first
+        return self._at_limits(ticket, tiers, now) if first.chosen is Wait.FULL else first
 
     def _why_not_lower(self, ticket: Ticket, lowest: int, now: float) -> Overflow | Wait | None:
         """Why no endpoint below tier `lowest` takes a ticket, or why it waits for one; None: there is none."""
@@ -229,7 +229,7 @@ class Choice:
 
     def _takers(self, ticket: Ticket, members: Sequence[EndpointState], now: float, turn: Turn | None) -> Answer:
         """The choice among those of a tier that may get one more request."""
-        takers = [state for state in members if self._candidates.takes(state, ticket.request, now)]
+        takers = [state for state in members if self._candidates.takes(state, ticket, now)]
         return self._in_tier(ticket, takers, members, now, turn) if takers else Answer(Wait.FULL)
 
     def _why_higher(self, ticket: Ticket, answer: Answer, now: float) -> Overflow | None:
@@ -246,14 +246,18 @@ class Choice:
             return None
         return Overflow.LIMIT if chosen is Wait.FULL else Overflow.WAIT
 
-    def _refusal(self, ticket: Ticket, tiers: Sequence[Sequence[EndpointState]], now: float) -> Answer | None:
-        """That it ends with SATURATED, if no endpoint takes it before its wait ends, by what they ask for."""
-        opens_in_s = min(
-            self._candidates.opens_in_s(state, now, ticket.request) for members in tiers for state in members
-        )
-        if opens_in_s <= 0.0 or now + opens_in_s <= ticket.expires_at:
-            return None
-        return Answer(Outcome.SATURATED, retry_after_s=opens_in_s)
+    def _at_limits(self, ticket: Ticket, tiers: Sequence[Sequence[EndpointState]], now: float) -> Answer:
+        """That it waits for the endpoint that takes it first, by what they ask for; or that it ends with SATURATED, if
+        none does before its wait ends.
+        """
+        members = [state for one in tiers for state in one]
+        opens = [self._candidates.opens_in_s(state, now, ticket) for state in members]
+        opens_in_s = min(opens)
+        if opens_in_s <= 0.0:
+            return Answer(Wait.FULL)
+        if now + opens_in_s > ticket.expires_at:
+            return Answer(Outcome.SATURATED, retry_after_s=opens_in_s)
+        return Answer(Wait.FULL, short=members[opens.index(opens_in_s)])
 
     # The choice
 

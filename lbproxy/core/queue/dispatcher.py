@@ -130,6 +130,8 @@ class Dispatcher:
         """Endpoints with an event since the queue was last considered."""
         self._all_woken = False
         """Since then there was an event that concerns all endpoints: see `wake_all`."""
+        self._claimed: dict[int, Ticket] = {}
+        """By endpoint that reached a limit per time since no request waited: the last one that it was kept for."""
         self._wake_times: list[tuple[float, EndpointUid]] = []
         """A heap: when endpoints may have room again without an event."""
         self._next_wake: dict[EndpointUid, float] = {}
@@ -170,7 +172,7 @@ class Dispatcher:
     @property
     def has_work(self) -> bool:
         """Whether `serve` has something to do."""
-        return bool(self._queue.ready and (self._woken or self._all_woken))
+        return bool(self._queue.ready and (self._woken or self._all_woken or self._queue.unclaimed))
 
     @property
     def next_wake_at(self) -> float:
@@ -224,7 +226,23 @@ class Dispatcher:
         self._woken.clear()
         self._wake_times.clear()
         self._next_wake.clear()
+        self._claimed.clear()
+        self._queue.unclaimed.clear()
         self._all_woken = False
+
+    def claim(self, ticket: Ticket, short: EndpointState | None, now: float) -> None:
+        """Keep what a waiting ticket needs of the limits per time of `short`, unless something is kept for another one.
+        None: it does not wait for any.
+        """
+        claim = ticket.claim
+        if short is None:
+            self._queue.unclaim(ticket)
+        elif claim is None or not claim.holds or claim.uid != short.endpoint.uid:
+            claim = self._candidates.claim(ticket, short)
+            if claim is not None:
+                self._queue.unclaim(ticket)
+                ticket.claim, self._claimed[short.endpoint.uid] = claim, ticket
+                self._wake_later(short, now)
 
     def _reserve(self, ticket: Ticket, now: float) -> None:
         """Reserve a ticket's work at the endpoint that it is held for."""
@@ -267,16 +285,36 @@ class Dispatcher:
         self._observe(self._queue.ready, now)
         everything, self._all_woken = self._all_woken, False
         woken, self._woken = self._woken, {}
+        for uid in self._queue.unclaimed:
+            state = self._endpoints.get(EndpointUid(uid))
+            if state is not None:
+                woken[state.endpoint.uid] = state
+        self._queue.unclaimed.clear()
         has_room = self._choice.has_room
         with_room = {uid: state for uid, state in woken.items() if has_room(state, now)}
         if everything:
             for state in self._endpoints.candidates(None, now=now):
                 if has_room(state, now):
                     with_room[state.endpoint.uid] = state
+        if self._claimed:
+            self._serve_claims(with_room, now, consider, changed)
         if with_room or everything:
             self._serve_by_turn(with_room, everything, now, consider, changed)
         for state in woken.values():
             self._wake_later(state, now)
+
+    def _serve_claims(
+        self, with_room: dict[EndpointUid, EndpointState], now: float, consider: Consider, changed: list[Ticket]
+    ) -> None:
+        """Have those considered for whom limits were kept, which now suffice."""
+        for uid, state in list(with_room.items()):
+            ticket = self._claimed.get(uid)
+            if ticket is None or ticket.claim is None or not ticket.claim.holds:
+                continue
+            if self.serve_one(ticket, now, consider):
+                changed.append(ticket)
+                if not self._choice.has_room(state, now):
+                    del with_room[uid]
 
     def _serve_by_turn(
         self,
@@ -291,7 +329,8 @@ class Dispatcher:
         moved, turns = False, _Turns(self._queue, self._endpoints, with_room)
         lowest = min((state.endpoint.tier for state in with_room.values()), default=0)
         stuck: set[tuple[str | None, frozenset[EndpointUid], int, bool]] = set()
-        work = least_work(self._pool.least_work, now) if self._by_work and self._pool is not None else None
+        by_work = self._by_work and self._claimed.keys().isdisjoint(with_room)  # a limit of tokens gains nothing by it
+        work = least_work(self._pool.least_work, now) if by_work and self._pool is not None else None
         for ticket in self._queue.in_order(work, self._flows, now):
             turns.reached(ticket)
             request, best = ticket.request, ticket.best

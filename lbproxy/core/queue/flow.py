@@ -8,13 +8,10 @@ from math import ceil
 from typing import Final, NamedTuple
 
 from lbproxy.config.sections.flows import FlowSettings
-from lbproxy.core.capacity.allowance import Use
-from lbproxy.core.capacity.bucket import Bucket, resized
+from lbproxy.core.capacity.allowance import Allowance, Bounds
 
 ANONYMOUS: Final = "anonymous"
 """The flow of requests that name no flow and have no key."""
-FIRST_GUESS_TOKENS: Final = 200.0
-"""The assumed length of a response, before a flow had any."""
 MAX_RETRY_AFTER_S: Final = 60.0
 
 
@@ -40,16 +37,13 @@ class Flow:
     __slots__ = (
         "active",
         "admitted",
+        "allowance",
         "elsewhere",
         "in_flight",
-        "limit",
         "limited",
-        "mean_response_tokens",
         "name",
         "refused",
-        "requests",
         "served_tokens",
-        "tokens",
         "virtual_finish",
         "virtual_finish_at",
         "weight",
@@ -58,10 +52,8 @@ class Flow:
     def __init__(self, name: str, now: float) -> None:
         self.name = name
         self.weight = 1.0
-        self.limit: int | None = None
-        """The limit of `active`."""
-        self.requests: Bucket | None = None
-        self.tokens: Bucket | None = None
+        self.allowance = Allowance(Bounds(), now)
+        """What its limits leave of it; `max_in_flight` is that of `active`."""
         self.limited = False
         """It has any limit."""
         self.active = 0
@@ -75,8 +67,6 @@ class Flow:
         self.virtual_finish = 0.0
         """The virtual finish time of everything it was charged, as of `virtual_finish_at`."""
         self.virtual_finish_at = now
-        self.mean_response_tokens = FIRST_GUESS_TOKENS
-        """Mean length of its responses."""
         self.served_tokens = 0.0
         """The total that it was charged."""
         self.refused = 0
@@ -85,42 +75,19 @@ class Flow:
     @property
     def is_full(self) -> bool:
         """One more request must be parked."""
-        return self.limit is not None and self.active + self.elsewhere >= self.limit
-
-    def used(self, now: float) -> tuple[float, float]:
-        """What is used of its requests and of its tokens per minute; 0 = all is left, or there is no such limit."""
-        requests, tokens = self.requests, self.tokens
-        return 0.0 if requests is None else requests.used(now), 0.0 if tokens is None else tokens.used(now)
-
-    def resume(self, use: Use, now: float) -> None:
-        """Count what was used before a restart."""
-        for bucket, used in ((self.requests, use.requests), (self.tokens, use.tokens)):
-            if bucket is not None:
-                bucket.resume(used, max(0.0, now - use.at))
-
-    def used_elsewhere(self, requests: float, tokens: float, now: float) -> None:
-        """Another replica knows of this use. What is known here is part of it, or the other way round."""
-        for bucket, used in ((self.requests, requests), (self.tokens, tokens)):
-            if bucket is not None:
-                bucket.take(max(0.0, min(used, bucket.size) - bucket.used(now)))
-
-    def admitted_elsewhere(self, requests: int) -> None:
-        """Other replicas admitted so many requests more."""
-        if self.requests is not None:
-            self.requests.take(float(requests))
+        limit = self.allowance.max_in_flight
+        return limit is not None and self.active + self.elsewhere >= limit
 
     def concurrency_refusal(self) -> Refusal:
         """The refusal of a request that was parked until it had to end."""
-        return Refusal(
-            self.name, f"requests at a time, {self.limit} (`in_flight`), and this one could wait no longer", None
-        )
+        limit = self.allowance.max_in_flight
+        return Refusal(self.name, f"requests at a time, {limit} (`in_flight`), and this one could wait no longer", None)
 
     def reconfigure(self, rule: FlowSettings, now: float) -> None:
         """Apply this rule from now on."""
-        self.weight, self.limit = rule.weight, rule.in_flight
-        self.requests = resized(self.requests, rule.requests_per_minute, now)
-        self.tokens = resized(self.tokens, rule.tokens_per_minute, now)
-        self.limited = any(one is not None for one in (self.limit, self.requests, self.tokens))
+        self.weight = rule.weight
+        self.allowance.reconfigure(Bounds(rule.in_flight, rule.requests_per_minute, rule.tokens_per_minute), now)
+        self.limited = self.allowance.is_timed or rule.in_flight is not None
 
 
 @dataclass(frozen=True)

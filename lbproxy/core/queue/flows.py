@@ -34,8 +34,9 @@ from lbproxy.core.queue.flow import (
     FlowSnapshot,
     Refusal,
 )
+from lbproxy.core.queue.limits import Limits, expected_response
 from lbproxy.core.queue.ticket import Ticket
-from lbproxy.core.requests.request import BYTES_PER_TOKEN, DECODE, MAX_TIER, InferenceRequest, Usage
+from lbproxy.core.requests.request import MAX_TIER, InferenceRequest, Usage
 
 MAX_FLOWS: Final = 1024
 """In addition to those in the settings."""
@@ -43,16 +44,13 @@ OTHERS: Final = "others"
 """The flow of requests for whose flow the table has no room."""
 OUTPUT_COST: Final = 2.0
 """The cost of a response token, relative to an uncached prompt token."""
-FIRST_BINARY_TOKENS: Final = 1000.0
-"""For audio, an image or a file, at least, until an endpoint reports its tokens: its bytes do not show them."""
-BINARY_MODELS: Final = 64
-"""Models whose tokens of binary bodies are learned separately."""
 
 
 class Flows:
     """The table of flows and the virtual time."""
 
-    def __init__(self, settings: FlowsSettings) -> None:
+    def __init__(self, settings: FlowsSettings, limits: Limits) -> None:
+        self.limits: Final = limits
         self._flows: dict[str, Flow] = {}
         self._virtual = 0.0
         """The virtual time at which the last placed request began."""
@@ -60,8 +58,6 @@ class Flows:
         """Before this time no flow in the table can be removed."""
         self._single_flow = True
         """There is at most one flow: nothing is charged in advance, which saves 1 µs a request."""
-        self._binary_tokens: dict[str, float] = {}
-        """Mean of the prompt tokens that endpoints reported for a model's binary bodies."""
         self._take(settings)
 
     def _take(self, settings: FlowsSettings) -> None:
@@ -107,14 +103,14 @@ class Flows:
 
     def uses(self, now: float) -> dict[str, Use]:
         """What flows used of their limits per minute, by name; of those that used some."""
-        uses = ((one.name, one.used(now)) for one in self._flows.values() if one.limited)
-        return {name: Use(now, *used, None) for name, used in uses if any(used)}
+        uses = {one.name: one.allowance.use(now) for one in self._flows.values() if one.allowance.is_timed}
+        return {name: use for name, use in uses.items() if not use.is_nothing}
 
     def resume(self, name: str, use: Use, now: float) -> None:
         """Count what a flow used before, of the limits that it has now."""
         rule = self._rule(name)
         if rule.requests_per_minute is not None or rule.tokens_per_minute is not None:
-            self.of(name, now).resume(use, now)
+            self.of(name, now).allowance.resume(use, now)
 
     def limited(self) -> list[Flow]:
         """Those that have a limit."""
@@ -140,16 +136,14 @@ class Flows:
         """Admit a request, and count it. Returns None; or the limit that refuses it: of two, the one that lasts
         longer.
         """
-        buckets = ((flow.requests, "requests"), (flow.tokens, "tokens"))
-        waits = [(bucket.wait_s(1.0, now), bucket.size, unit) for bucket, unit in buckets if bucket is not None]
-        wait_s, size, unit = max(waits, default=(0.0, 0.0, ""))
-        if wait_s:
+        reached = flow.allowance.reached(now)
+        if reached is not None:
             flow.refused += 1
-            limit = f"{unit} a minute, {size:.0f} (`{unit}_per_minute`)"
-            return Refusal(flow.name, limit, min(wait_s, MAX_RETRY_AFTER_S))
+            unit = reached.key.partition("_")[0]
+            limit = f"{unit} a minute, {reached.size:.0f} (`{reached.key}`)"
+            return Refusal(flow.name, limit, min(reached.wait_s, MAX_RETRY_AFTER_S))
         flow.admitted += 1
-        if flow.requests is not None:
-            flow.requests.take(1.0)
+        flow.allowance.take(1.0, 0.0, now)
         return None
 
     # Service
@@ -165,70 +159,51 @@ class Flows:
         """About what a waiting ticket will be charged, divided by its flow's weight: virtual time."""
         request, flow = ticket.request, ticket.flow
         assert flow is not None
-        prompt = ticket.work_tokens or self._prompt_tokens(request)
-        return (prompt + OUTPUT_COST * _expected_response_tokens(flow, request)) / flow.weight
+        prompt = ticket.work_tokens or self.limits.prompt_tokens(request)
+        return (prompt + OUTPUT_COST * expected_response(request, flow.allowance)) / flow.weight
 
     def placed(self, ticket: Ticket, now: float) -> None:
         """Charge a placed ticket its estimated cost."""
         request, flow = ticket.request, ticket.flow
         assert flow is not None
-        if flow.tokens is not None:
-            ticket.billed_tokens = self._billed_prompt(ticket) + ticket.response_tokens
-            if not ticket.counted:
-                flow.tokens.take(ticket.billed_tokens)
         if self._single_flow:
             return
         start = self._virtual
         if flow.virtual_finish > start:  # `virtual_start`, inlined
             start += (flow.virtual_finish - start) * exp2((flow.virtual_finish_at - now) / self._half_life_s)
         self._virtual = start
-        ticket.charged_cost = cost = self._prompt_cost(ticket) + OUTPUT_COST * _expected_response_tokens(flow, request)
+        ticket.charged_cost = cost = self._prompt_cost(ticket) + OUTPUT_COST * expected_response(
+            request, flow.allowance
+        )
         flow.virtual_finish = start + cost / flow.weight
         flow.virtual_finish_at = now
         flow.served_tokens += cost
 
-    def progress(self, ticket: Ticket, tokens: int, now: float) -> None:
-        """Note more tokens of the response: those beyond the estimate are charged now."""
-        ticket.response_tokens += tokens
+    def progress(self, ticket: Ticket, now: float) -> None:
+        """There is more of the response: what is beyond the estimate is charged now."""
         flow = ticket.flow
         assert flow is not None
         if ticket.charged_cost:
             excess = self._prompt_cost(ticket) + OUTPUT_COST * ticket.response_tokens - ticket.charged_cost
             if excess > 0.0:
                 self._charge(flow, ticket, excess, now)
-        if flow.tokens is not None:
-            ticket.billed_tokens += tokens
-            flow.tokens.take(tokens)
 
-    def ended(self, ticket: Ticket, usage: Usage | None, now: float, *, served: bool) -> float:
-        """Correct the charges of a placed ticket that ended. `served`: the endpoint worked for it. Returns the tokens
-        that count for limits: as reported; otherwise as estimated, never nothing.
-        """
+    def ended(self, ticket: Ticket, usage: Usage | None, now: float, *, served: bool) -> None:
+        """Correct the charges of a placed ticket that ended. `served`: the endpoint worked for it."""
         flow = ticket.flow
         assert flow is not None
-        prompt = completion = billed = 0.0
+        prompt = completion = 0.0
         if served:
             prompt, completion = self._prompt_cost(ticket), float(ticket.response_tokens)
             if usage is not None and usage.completion_tokens is not None:
                 completion = float(usage.completion_tokens)
-                if not usage.is_estimate:
-                    flow.mean_response_tokens += 0.1 * (completion - flow.mean_response_tokens)
-            if usage is None or usage.prompt_tokens is None:
-                billed = self._billed_prompt(ticket) + completion
-            else:
-                billed = usage.prompt_tokens + completion
-                if ticket.request.binary:
-                    self._learn_binary(ticket.request.model, usage.prompt_tokens)
-                if usage.cached_tokens is not None:
-                    prompt = max(0.0, float(usage.prompt_tokens - usage.cached_tokens))
+            if usage is not None and usage.prompt_tokens is not None and usage.cached_tokens is not None:
+                prompt = max(0.0, float(usage.prompt_tokens - usage.cached_tokens))
         more = prompt + OUTPUT_COST * completion - ticket.charged_cost
         if self._single_flow and more >= 0.0:
             flow.served_tokens += more
         else:
             self._charge(flow, ticket, more, now)
-        if flow.tokens is not None:
-            flow.tokens.take(billed - ticket.billed_tokens)
-        return billed
 
     def _charge(self, flow: Flow, ticket: Ticket, more: float, now: float) -> None:
         if more > 0.0:  # it is used now, whatever was charged before
@@ -240,38 +215,8 @@ class Flows:
 
     def _prompt_cost(self, ticket: Ticket) -> float:
         """The prompt cost of a placed ticket."""
-        return self._prompt_tokens(ticket.request) if ticket.placement is None else ticket.placement.uncached_tokens
-
-    def _billed_prompt(self, ticket: Ticket) -> float:
-        """The tokens of a placed ticket's prompt, for limits, before the endpoint reports them. What was learned of
-        other prompts can only make them more: clients choose what is learned.
-        """
-        tokens = self._prompt_tokens(ticket.request)
-        if ticket.placement is None or not ticket.request.prompt_bytes or not tokens:
-            return tokens
-        return max(tokens, ticket.placement.prompt_tokens)
-
-    def _prompt_tokens(self, request: InferenceRequest) -> float:
-        """The estimated prompt tokens, before the endpoint reports them."""
-        if request.leg == DECODE:
-            return 0.0
-        if request.binary:
-            learned = self._binary_tokens.get(request.model or "", 0.0)
-            return max(learned, FIRST_BINARY_TOKENS)  # clients choose what is learned
-        return (request.prompt_bytes or request.body_bytes) / BYTES_PER_TOKEN
-
-    def _learn_binary(self, model: str | None, tokens: int) -> None:
-        name = model or ""
-        mean = self._binary_tokens.get(name)
-        if mean is not None:
-            self._binary_tokens[name] = mean + 0.1 * (tokens - mean)
-        elif len(self._binary_tokens) < BINARY_MODELS:
-            self._binary_tokens[name] = float(tokens)
-
-
-def _expected_response_tokens(flow: Flow, request: InferenceRequest) -> float:
-    limit = request.max_tokens
-    return flow.mean_response_tokens if limit is None or limit > flow.mean_response_tokens else limit
+        placement = ticket.placement
+        return self.limits.prompt_tokens(ticket.request) if placement is None else placement.uncached_tokens
 
 
 class FlowRules:

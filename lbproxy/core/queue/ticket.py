@@ -6,6 +6,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import Final
 
+from lbproxy.core.capacity.allowance import Claim
 from lbproxy.core.capacity.reservations import Reservations
 from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.endpoints.state import EndpointState, Trial
@@ -83,7 +84,17 @@ ALONE: Final = Turn({})
 class Answer:
     """What the choice says of one ticket. A value: the Balancer acts on it."""
 
-    __slots__ = "best", "best_tokens", "best_wait_s", "chosen", "decision", "decode_on", "overflow", "retry_after_s"
+    __slots__ = (
+        "best",
+        "best_tokens",
+        "best_wait_s",
+        "chosen",
+        "decision",
+        "decode_on",
+        "overflow",
+        "retry_after_s",
+        "short",
+    )
 
     def __init__(  # noqa: PLR0913, PLR0917 - all that is said
         self,
@@ -95,6 +106,7 @@ class Answer:
         retry_after_s: float | None = None,
         decision: Decision | None = None,
         overflow: Overflow | None = None,
+        short: EndpointState | None = None,
     ) -> None:
         self.chosen: Final = chosen
         """Where to place the ticket, or how it ends, or why it waits."""
@@ -112,6 +124,9 @@ class Answer:
         """Why it is placed where it is; None = not to be recorded."""
         self.overflow: Final = overflow
         """Why it is placed above the lowest tier; None = it is not, or only that tier serves its model."""
+
+        self.short: Final = short
+        """If it waits for limits per time: the endpoint that is first within its own."""
 
     def overflowing(self, why: Overflow) -> Answer:
         """The same place, above the lowest tier."""
@@ -157,8 +172,12 @@ class Ticket:
     counts_in_flow = False
     """It is counted in `flow.active`."""
     charged_cost: float = 0.0
-    billed_tokens: float = 0.0
-    """While PLACED: what its flow was charged, and the tokens that count for its limit."""
+    """While PLACED: what its flow was charged of service."""
+    used_tokens: float = 0.0
+    reserved_tokens: float = 0.0
+    """Since it was placed: the tokens that count for the limits of its flow, and of its endpoint (`limits`)."""
+    claim: Claim | None = None
+    """While WAITING: what is kept for it of the limits of one endpoint."""
     response_tokens = 0
     """Tokens of the response so far."""
     refusal: Refusal | None = None
@@ -179,8 +198,6 @@ class Ticket:
     """It has waited long enough for a higher tier."""
     counted = False
     """What it used of limits so far, its prompt and `response_tokens`, was counted before it was placed here."""
-    reserved_tokens: float = 0.0
-    """What it reserved of its endpoint's own limits."""
     prefill: Ticket | None = None
     """With a concurrent connector, of the second leg: the ticket of the first, placed in the same step."""
     decision: Decision | None = None

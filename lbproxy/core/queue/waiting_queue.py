@@ -74,6 +74,8 @@ class WaitingQueue:
         self.overload = QueueOverload()
         """While it lasts, the newest requests are served first, and those that will be late last."""
         self.held = 0
+        self.unclaimed: list[int] = []
+        """Endpoints of whose limits nothing is kept any more for the request that waited for them."""
         """Tickets with a reservation."""
         self._tickets: dict[int, Ticket] = {}
         self._by_priority: dict[int, dict[Flow, _FlowQueue]] = {}
@@ -208,8 +210,11 @@ class WaitingQueue:
                 yield victim
 
     def remove(self, ticket: Ticket) -> None:
-        """Remove a ticket that was placed or closed, with its reservation; no effect if it is not in the queue."""
+        """Remove a ticket that was placed or closed, with its reservation and claim; no effect if it is not in the
+        queue.
+        """
         self.release(ticket)
+        self.unclaim(ticket)
         key, request = id(ticket), ticket.request
         if self._tickets.pop(key, None) is None:
             return
@@ -240,6 +245,13 @@ class WaitingQueue:
             reservations.remove(work, tokens)
             ticket.reservation = None
             self.held -= 1
+
+    def unclaim(self, ticket: Ticket) -> None:
+        """Keep nothing for a ticket of any limits any more."""
+        claim, ticket.claim = ticket.claim, None
+        if claim is not None and claim.holds:
+            claim.allowance.claim = None
+            self.unclaimed.append(claim.uid)
 
     def unpark(self, flow: Flow) -> Ticket | None:
         """Let the flow's next parked ticket wait for an endpoint. None = none is parked."""

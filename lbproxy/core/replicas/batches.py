@@ -15,9 +15,10 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from lbproxy.core.capacity.bucket import SLOTS
 from lbproxy.core.requests.encodable import encodable
 
-VERSION: Final = 2
+VERSION: Final = 3
 """To be increased with each change of what is told. Replicas of another version are not understood."""
 MAX_BATCH_BYTES: Final = 4 << 20
 MAX_EVENTS: Final = 4096
@@ -72,6 +73,8 @@ class Placed(Event, tag=1):
     open_ended: bool
     second_leg: bool
     """Its prompt was computed elsewhere: see InferenceRequest."""
+    counted: bool = False
+    """What is told of the use of its flow and its endpoint includes it, as after a reset."""
 
 
 class Began(Event, tag=2):
@@ -91,6 +94,8 @@ class Ended(Event, tag=3):
     """As far as they were counted."""
     usage: tuple[Size | None, Size | None, Size | None] | None
     """Prompt, cached and completion tokens."""
+    tokens: Amount = 0.0
+    """What it used of limits."""
 
 
 class Stored(Event, tag=4):
@@ -100,6 +105,18 @@ class Stored(Event, tag=4):
     endpoint: Annotated[int, Meta(ge=0, le=MAX_EVENTS)]
     prompt_bytes: Size
     keys: Keys
+
+
+class Used(Event, tag=5):
+    """What is used of an endpoint's limits per time, requests of others included. Told after a reset."""
+
+    endpoint: Annotated[int, Meta(ge=0, le=MAX_EVENTS)]
+    requests: Amount
+    tokens: Amount
+    day_age_ms: Ms
+    """How long ago the newest step of the day began."""
+    day: Annotated[list[Amount], Meta(max_length=SLOTS)]
+    """As `core.capacity.bucket.Spent`."""
 
 
 class FlowUse(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=True):
@@ -114,7 +131,7 @@ class FlowUse(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=T
     used_tokens: Amount
 
 
-AnyEvent: TypeAlias = Placed | Began | Ended | Stored
+AnyEvent: TypeAlias = Placed | Began | Ended | Stored | Used
 
 
 class Batch(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=True):
@@ -166,6 +183,8 @@ def decode(data: bytes) -> Batch:
             case Placed(endpoint=endpoint, keys=keys) | Stored(endpoint=endpoint, keys=keys):
                 if endpoint >= len(batch.urls) or len(keys) % KEY_BYTES:
                     raise BatchError("a batch is malformed")
+            case Used(endpoint=endpoint) if endpoint >= len(batch.urls):
+                raise BatchError("a batch is malformed")
     return batch
 
 

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
+from lbproxy.core.capacity.allowance import Use
 from lbproxy.core.endpoints.endpoint_set import EndpointSet
 from lbproxy.core.queue.flows import Flows
 from lbproxy.core.queue.stored_responses import StoredResponse
@@ -29,6 +30,7 @@ from lbproxy.core.replicas.batches import (
     FlowUse,
     Placed,
     Stored,
+    Used,
     pack_keys,
 )
 from lbproxy.core.requests.encodable import encodable_text
@@ -44,8 +46,8 @@ KEYS_IN_BATCH: Final = 16_384
 _PLACED: Final = 0
 _BEGAN: Final = 1
 _ENDED: Final = 2
-Note: TypeAlias = tuple[int, Ticket, float, Usage | None, bool]
-"""What happened, to which ticket, when; at the end its usage, and whether it was completed."""
+Note: TypeAlias = tuple[int, Ticket, float, Usage | None, bool, float]
+"""What happened, to which ticket, when; at the end its usage, whether it was completed, and what it used of limits."""
 
 
 class Journal:
@@ -66,6 +68,8 @@ class Journal:
         """Those of them that a reset still has to tell."""
         self._stored: deque[tuple[str, StoredResponse]] = deque()
         """By their ids."""
+        self._uses: deque[tuple[str, Use]] = deque()
+        """What was used of endpoints' limits at a reset, as far as it still has to be told."""
         self._told: dict[str, FlowUse] = {}
         """What was told of each flow."""
         self.reset_due = True
@@ -84,7 +88,7 @@ class Journal:
         self._numbers += 1
         ticket.shared_number = self._numbers
         self._running[self._numbers] = ticket
-        self._notes.append((_PLACED, ticket, now, None, False))
+        self._notes.append((_PLACED, ticket, now, None, False, 0.0))
         if len(self._notes) > MAX_NOTES:
             self._notes.clear()
             self.reset_due = True
@@ -93,14 +97,14 @@ class Journal:
         """Its first byte came."""
         if not self._notes:
             self.on_news()
-        self._notes.append((_BEGAN, ticket, now, None, False))
+        self._notes.append((_BEGAN, ticket, now, None, False, 0.0))
 
-    def ended(self, ticket: Ticket, usage: Usage | None, now: float, *, completed: bool) -> None:
-        """It ended."""
+    def ended(self, ticket: Ticket, usage: Usage | None, used: float, now: float, *, completed: bool) -> None:
+        """It ended. `used`: tokens that count for limits."""
         if self._running.pop(ticket.shared_number, None) is not None:
             if not self._notes:
                 self.on_news()
-            self._notes.append((_ENDED, ticket, now, usage, completed))
+            self._notes.append((_ENDED, ticket, now, usage, completed, used))
 
     def stored(self, response_id: str, stored: StoredResponse) -> None:
         """An endpoint stores a response."""
@@ -119,7 +123,8 @@ class Journal:
     @property
     def has_news(self) -> bool:
         """Whether `take` returns a batch, flows aside."""
-        return bool(self._notes or self._again or self._stored or self._asks or self.reset_due)
+        told = self._notes or self._again or self._uses or self._stored
+        return bool(told or self._asks or self.reset_due)
 
     def take(self, now: float, *, even_empty: bool = False) -> Batch | None:
         """The next batch; None = everything was told. To be called until then, with other work between.
@@ -132,12 +137,19 @@ class Journal:
             self._notes.clear()
             self._told.clear()
             self._again = deque(self._running.items())
+            self._uses = deque(
+                (one.endpoint.key, one.allowance.use(now))
+                for one in self._endpoints.members()
+                if one.allowance is not None and one.allowance.is_timed
+            )
         flows = self._changed_flows(now)
         if not (reset or flows or self.has_news or even_empty):
             return None
         writer = _Writer(now)
+        while self._uses and not writer.is_full:
+            writer.used(*self._uses.popleft())
         self._tell_again(writer)
-        if not self._again:
+        if not (self._again or self._uses):
             taken = 0
             for note in self._notes:
                 if writer.is_full:
@@ -169,9 +181,9 @@ class Journal:
             number, ticket = self._again.popleft()
             if number not in self._running:
                 continue
-            writer.note((_PLACED, ticket, ticket.placed_at or 0.0, None, False))
+            writer.note((_PLACED, ticket, ticket.placed_at or 0.0, None, False, 0.0), counted=True)
             if ticket.first_byte_at is not None:
-                writer.note((_BEGAN, ticket, ticket.first_byte_at, None, False))
+                writer.note((_BEGAN, ticket, ticket.first_byte_at, None, False, 0.0))
 
     def _changed_flows(self, now: float) -> dict[str, FlowUse]:
         """The use of flows with limits, where it is not the one that was told last."""
@@ -183,9 +195,9 @@ class Journal:
         for flow in limited:
             before = self._told.get(flow.name)
             if before is None or before.active != flow.active or before.admitted != flow.admitted:
-                requests, tokens = flow.used(now)
-                requests, tokens = (min(max(0.0, one), MAX_AMOUNT) for one in (requests, tokens))
-                changed[flow.name] = use = FlowUse(flow.active, flow.admitted, requests, tokens)
+                used = flow.allowance.use(now)
+                use = FlowUse(flow.active, flow.admitted, _amount(used.requests), _amount(used.tokens))
+                changed[flow.name] = use
                 self._told[flow.name] = use
         return changed
 
@@ -197,6 +209,10 @@ def _ignore() -> None:
 def _bounded(count: int) -> int:
     """A client's or an engine's number, within what others accept."""
     return min(max(count, 0), MAX_SIZE)
+
+
+def _amount(amount: float) -> float:
+    return min(amount, MAX_AMOUNT)
 
 
 def _count(count: int | None) -> int | None:
@@ -229,19 +245,20 @@ class _Writer:
         self._keys += len(name) // 2
         return name
 
-    def note(self, note: Note) -> None:
-        """Add an event."""
-        kind, ticket, at, usage, completed = note
+    def note(self, note: Note, *, counted: bool = False) -> None:
+        """Add an event. `counted`: see `Placed`."""
+        kind, ticket, at, usage, completed, used = note
         number, age_ms = ticket.shared_number, min(MAX_AGE_MS, max(0.0, 1000.0 * (self._now - at)))
         if kind == _PLACED:
-            self.events.append(self._placed(ticket, number, age_ms))
+            self.events.append(self._placed(ticket, number, age_ms, counted))
         elif kind == _BEGAN:
             self.events.append(Began(number, age_ms))
         else:
             told = None if usage is None else (_count(usage[0]), _count(usage[1]), _count(usage[2]))
-            self.events.append(Ended(number, age_ms, completed, _bounded(ticket.response_tokens), told))
+            tokens = _bounded(ticket.response_tokens)
+            self.events.append(Ended(number, age_ms, completed, tokens, told, _amount(max(0.0, used))))
 
-    def _placed(self, ticket: Ticket, number: int, age_ms: float) -> Placed:
+    def _placed(self, ticket: Ticket, number: int, age_ms: float, counted: bool) -> Placed:
         request = ticket.request
         return Placed(
             number,
@@ -259,7 +276,16 @@ class _Writer:
             request.binary,
             request.open_ended,
             request.leg == DECODE,
+            counted,
         )
+
+    def used(self, url: str, use: Use) -> None:
+        """Add what was used of an endpoint's limits."""
+        amounts, age_s = ((), 0.0) if use.day is None else (use.day.amounts, self._now - use.day.at)
+        self._keys += len(amounts)
+        day = [_amount(amount) for amount in amounts]
+        age_ms = min(MAX_AGE_MS, max(0.0, 1000.0 * age_s))
+        self.events.append(Used(self._url(url), _amount(use.requests), _amount(use.tokens), age_ms, day))
 
     def stored(self, response_id: str, url: str, stored: StoredResponse) -> None:
         """Add a stored response."""

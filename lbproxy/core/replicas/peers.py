@@ -10,6 +10,8 @@ reset. Until that comes its events are applied all the same, as most of them are
 requests that are known: when it is complete, those that it did not contain are closed. A replica that is not heard of
 any more is taken out by `lose`, with everything that it had in flight; what caches contain because of it stays.
 
+What counts for limits is what the replica says that a request used (`Ended.tokens`), so that all count the same.
+
 A request that is told long after its placement counts from now on, and its first byte teaches nothing about speed.
 
 Memory is bounded: `MAX_PEERS`, and twice `MAX_IN_FLIGHT` requests and `MAX_FLOWS` flows of each.
@@ -20,13 +22,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+from lbproxy.core.capacity.allowance import Use
+from lbproxy.core.capacity.bucket import Spent
 from lbproxy.core.endpoints.endpoint_set import EndpointSet
 from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.queue.flow import Flow
 from lbproxy.core.queue.flows import Flows
 from lbproxy.core.queue.stored_responses import StoredResponses
 from lbproxy.core.queue.ticket import Ticket, TicketState
-from lbproxy.core.replicas.batches import MAX_FLOWS, Batch, Began, Ended, FlowUse, Placed, Stored, unpack_keys
+from lbproxy.core.replicas.batches import MAX_FLOWS, Batch, Began, Ended, FlowUse, Placed, Stored, Used, unpack_keys
 from lbproxy.core.replicas.journal import Journal
 from lbproxy.core.requests.request import DECODE, WHOLE, InferenceRequest, Usage
 
@@ -92,7 +96,8 @@ class Peers:
         """`journal`: what we tell. `wake` is called with an endpoint that may have room again, `unpark` with a flow of
         which others use less.
         """
-        self._journal, self._endpoints, self._flows, self._stored = journal, endpoints, flows, stored
+        self._journal, self._endpoints, self._stored = journal, endpoints, stored
+        self._flows, self._limits = flows, flows.limits
         self._wake, self._unpark = wake, unpark
         self._peers: dict[str, _Peer] = {}
 
@@ -127,6 +132,8 @@ class Peers:
             peer.repeated += 1
             return
         if batch.is_reset:
+            for ticket in peer.tickets.values():  # they are part of what it says that all use
+                self._limits.settle(ticket, 0.0, now)
             peer.unconfirmed = {**peer.unconfirmed, **peer.tickets}
             peer.tickets = {}
             self._limit_unconfirmed(peer, now)
@@ -165,12 +172,15 @@ class Peers:
             if isinstance(event, Placed):
                 ticket = self._placed(peer, event, batch.urls[event.endpoint], now, keyed=keyed)
                 if ticket is not None:
-                    ticket.counted = batch.is_reset  # what its flow uses there includes it
+                    ticket.counted = event.counted
+                    self._limits.placed(ticket, now)
                     self._flows.placed(ticket, now)
             elif isinstance(event, Stored):
                 self._note_stored(event, batch.urls[event.endpoint], now, keyed=keyed)
             elif isinstance(event, Began):
                 self._began(peer, event, now)
+            elif isinstance(event, Used):
+                self._used(event, batch.urls[event.endpoint], now)
             else:
                 self._ended(peer, event, now)
         if batch.is_reset:  # it contains all flows
@@ -184,6 +194,7 @@ class Peers:
         known = peer.unconfirmed.pop(one.number, None)
         if known is not None:
             peer.tickets[one.number] = known
+            self._confirmed(known, now)
             return None
         state = self._endpoints.by_key.get(url)
         if state is None or len(peer.tickets) >= MAX_IN_FLIGHT or one.number in peer.tickets:
@@ -234,16 +245,25 @@ class Peers:
         self._wake(state)
 
     def _ended(self, peer: _Peer, one: Ended, now: float) -> None:
-        ticket = peer.tickets.pop(one.number, None) or peer.unconfirmed.pop(one.number, None)
+        ticket = peer.tickets.pop(one.number, None)
+        if ticket is None and (ticket := peer.unconfirmed.pop(one.number, None)) is not None:
+            self._confirmed(ticket, now)
         if ticket is not None:
             ticket.response_tokens = one.response_tokens
             usage = None if one.usage is None else Usage(*one.usage)
-            self._close(ticket, usage, now - min(MAX_AGE_S, one.age_ms / 1000.0), completed=one.completed)
+            at = now - min(MAX_AGE_S, one.age_ms / 1000.0)
+            self._limits.settle(ticket, one.tokens, now)
+            self._close(ticket, usage, at, completed=one.completed)
 
     def _close_all(self, tickets: dict[int, Ticket], now: float) -> None:
         for ticket in tickets.values():
             self._close(ticket, None, now, completed=False)
         tickets.clear()
+
+    def _confirmed(self, ticket: Ticket, now: float) -> None:
+        """Note what a request counts for that a reset has told again, or that ended before it could."""
+        ticket.counted = True
+        self._limits.placed(ticket, now)
 
     def _close(self, ticket: Ticket, usage: Usage | None, at: float, *, completed: bool) -> None:
         state = ticket.placed_state
@@ -256,6 +276,12 @@ class Peers:
         if ticket.load is not None and ticket.placement is not None:
             ticket.load.end(ticket.placement, usage, at)
         self._wake(state)
+
+    def _used(self, one: Used, url: str, now: float) -> None:
+        state = self._endpoints.by_key.get(url)
+        if state is not None and state.allowance is not None:
+            day = Spent(now - one.day_age_ms / 1000.0, tuple(one.day))
+            state.allowance.used_elsewhere(Use(now, one.requests, one.tokens, day), now)
 
     def _note_stored(self, one: Stored, url: str, now: float, *, keyed: bool) -> None:
         state = self._endpoints.by_key.get(url)
@@ -280,11 +306,11 @@ class Peers:
             self._give_back(peer, next(iter(peer.flows)), now)
         flow.elsewhere += use.active - (0 if before is None else before.active)
         if before is not None:
-            flow.admitted_elsewhere(max(0, use.admitted - before.admitted))
+            flow.allowance.take(max(0.0, float(use.admitted - before.admitted)), 0.0, now)
         elif peer.resets and not joins:  # a flow that is new there: the reset contained all others
-            flow.admitted_elsewhere(min(use.admitted, round(use.used_requests)))
+            flow.allowance.take(float(min(use.admitted, round(use.used_requests))), 0.0, now)
         if joins or not peer.resets:
-            flow.used_elsewhere(use.used_requests, use.used_tokens, now)
+            flow.allowance.used_elsewhere(Use(now, use.used_requests, use.used_tokens, None), now)
         if before is not None and use.active < before.active:
             self._unpark(flow)
 
@@ -297,6 +323,8 @@ class Peers:
 
     def _drop(self, peer: _Peer, now: float) -> None:
         """Take out everything that a replica has in flight."""
+        for ticket in peer.tickets.values():
+            self._limits.ended(ticket, None, now, served=ticket.first_byte_at is not None)
         self._close_all(peer.unconfirmed, now)
         self._close_all(peer.tickets, now)
         for name in list(peer.flows):

@@ -47,7 +47,7 @@ class Quota:
             if wait_s > 0.0:
                 return Refusal(kind, int(bucket.size), ceil(bucket.used(now)), amount, wait_s)
         for _, bucket, amount in limits:
-            bucket.take(amount)
+            bucket.take(amount, now)
         return None
 
     def headers(self, now: float) -> dict[str, str]:

@@ -90,19 +90,19 @@ def test_any_time_and_any_amount_is_harmless(at: float) -> None:
 @pytest.mark.parametrize(("age_s", "left"), [(0.0, 30.0), (15.0, 15.0), (30.0, 0.0), (1e9, 0.0)])
 def test_a_minute_goes_on_by_its_age(age_s: float, left: float) -> None:
     bucket = Bucket(60.0, 0.0)
-    bucket.resume(30.0, age_s)
+    bucket.resume(30.0, age_s, 0.0)
     assert bucket.used(0.0) == left
 
 
 def test_a_forged_level_blocks_for_ten_minutes_at_most() -> None:
     bucket = Bucket(60.0, 0.0)
-    bucket.resume(1e15, 0.0)
+    bucket.resume(1e15, 0.0, 0.0)
     assert 0.0 < bucket.wait_s(1.0, 0.0) <= MAX_RESUMED_MINUTES * MINUTE_S
 
 
 def test_a_bucket_fills_evenly_and_holds_a_minutes_worth() -> None:
     bucket = Bucket(60.0, 100.0)
-    bucket.take(60.0)
+    bucket.take(60.0, 100.0)
     assert bucket.wait_s(1.0, 100.0) == 1.0
     assert bucket.used(110.0) == pytest.approx(50.0)
     assert bucket.used(1000.0) == 0.0

@@ -18,6 +18,7 @@ from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.policies.policy import Prices
 from lbproxy.core.queue.dispatcher import MAX_ALL_MOVES, MAX_MOVES, MAX_PRICED, MIN_PRICED, PRICE_AGAIN_S
 from lbproxy.core.queue.flows import Flows
+from lbproxy.core.queue.limits import Limits
 from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.queue.waiting_queue import MAX_LOOKUPS, WaitingQueue, least_work
 from lbproxy.core.requests.outcome import Outcome
@@ -449,7 +450,7 @@ def test_few_of_many_are_looked_up_and_the_oldest_first() -> None:
         asked.append(request.id)
         return 1.0
 
-    queue, flows = WaitingQueue(AdmissionSettings(queue_requests=100_000)), Flows(FlowsSettings())
+    queue, flows = WaitingQueue(AdmissionSettings(queue_requests=100_000)), Flows(FlowsSettings(), Limits())
     for number in range(MAX_LOOKUPS + 100):
         ticket = Ticket(InferenceRequest(str(number), None), 0.0, 60.0, frozenset())
         ticket.flow = flows.of("one", 0.0)

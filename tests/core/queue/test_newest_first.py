@@ -9,6 +9,7 @@ from lbproxy.config.sections.flows import FlowsSettings
 from lbproxy.config.sections.routing import AdmissionSettings
 from lbproxy.core.queue.flow import Flow
 from lbproxy.core.queue.flows import Flows
+from lbproxy.core.queue.limits import Limits
 from lbproxy.core.queue.queue_overload import LASTING_S, MIN_PACE_SAMPLES, QueueOverload
 from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.queue.waiting_queue import WaitingQueue
@@ -71,7 +72,7 @@ def waiting(queue: WaitingQueue, flow: Flow, name: str, at: float, priority: int
 
 
 def test_under_overload_no_flow_has_a_turn_with_what_waited_in_vain_before_what_is_in_time() -> None:
-    flows, queue = Flows(FlowsSettings()), WaitingQueue(AdmissionSettings())
+    flows, queue = Flows(FlowsSettings(), Limits()), WaitingQueue(AdmissionSettings())
     quiet, busy = flows.of("quiet", 0.0), flows.of("busy", 0.0)
     waiting(queue, quiet, "old", 0.0)
     for n in range(4):
@@ -89,7 +90,7 @@ def test_under_overload_no_flow_has_a_turn_with_what_waited_in_vain_before_what_
 
 def test_only_what_is_too_much_for_the_endpoints_is_served_newest_first() -> None:
     """A priority whose requests, with those above it, are few has no overload: its oldest are not served last."""
-    flows, queue = Flows(FlowsSettings()), WaitingQueue(AdmissionSettings())
+    flows, queue = Flows(FlowsSettings(), Limits()), WaitingQueue(AdmissionSettings())
     flow = flows.of("one", 0.0)
     for n in range(3):
         waiting(queue, flow, f"high{n}", 1.0 + n, 1)
@@ -118,7 +119,7 @@ def test_so_many_are_in_time_as_leave_within_half_of_what_is_too_long() -> None:
 
 def test_a_flow_with_few_requests_keeps_its_turns_for_those_that_waited_long() -> None:
     """It is not what overloads the endpoints: after a time in which nothing could be placed, its requests are next."""
-    flows, queue = Flows(FlowsSettings()), WaitingQueue(AdmissionSettings())
+    flows, queue = Flows(FlowsSettings(), Limits()), WaitingQueue(AdmissionSettings())
     light, heavy = flows.of("light", 0.0), flows.of("heavy", 0.0)
     waiting(queue, light, "old", 0.0)
     waiting(queue, light, "new", 9.0)

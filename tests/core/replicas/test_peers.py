@@ -253,7 +253,7 @@ def test_a_reset_changes_nothing_for_requests_that_are_known() -> None:
 
     def known() -> object:
         work, speed = state.load.work, state.load.speed
-        charged = (flow.served_tokens, flow.virtual_finish, flow.used(60.0))
+        charged = (flow.served_tokens, flow.virtual_finish, flow.allowance.use(60.0))
         return work.pending_tokens, work.context_tokens, asdict(speed.samples), speed.base_ms, charged, b.counts()
 
     before, placements = known(), [one.placement for one in b.peers._peers[a.name].tickets.values()]
@@ -500,7 +500,7 @@ def test_first_requests_of_a_flow_at_two_replicas_at_once_are_all_counted() -> N
     place(b, 15)
     exchange([a, b], 1.0)
     for one in (a, b):
-        assert one.balancer._flows.of("anonymous", 1.0).used(1.0)[0] == 25.0
+        assert one.balancer._flows.of("anonymous", 1.0).allowance.use(1.0).requests == 25.0
 
 
 def test_a_limit_of_tokens_a_minute_holds_over_replicas() -> None:
@@ -524,9 +524,9 @@ def test_who_joins_takes_over_what_was_used() -> None:
         late.journal.ask(one.name)  # as drivers do for each replica that they find
     exchange([a, b, late], 1.0)
     assert refused(late, 1.0)
-    used = late.balancer._flows.of("anonymous", 1.0).used(1.0)
-    assert used == a.balancer._flows.of("anonymous", 1.0).used(1.0)
-    assert used[0] == 30.0
+    used = late.balancer._flows.of("anonymous", 1.0).allowance.use(1.0)
+    assert used == a.balancer._flows.of("anonymous", 1.0).allowance.use(1.0)
+    assert used.requests == 30.0
 
 
 def test_requests_a_minute_are_known_after_a_reset() -> None:
@@ -540,7 +540,7 @@ def test_requests_a_minute_are_known_after_a_reset() -> None:
     exchange([a, b], 1.0)
     exchange([a, b], 1.0)
     for one in (a, b):
-        assert one.balancer._flows.of("anonymous", 1.0).used(1.0)[0] == 12.0
+        assert one.balancer._flows.of("anonymous", 1.0).allowance.use(1.0).requests == 12.0
 
 
 def test_a_flow_that_a_replica_has_forgotten_uses_nothing_there() -> None:

@@ -269,7 +269,7 @@ def test_flows_that_are_saved_are_bounded_and_have_names_that_can_be_read() -> N
     for name in (*odd, *(f"{n}" for n in range(MAX_FLOWS + 10))):
         flow = balancer._flows._flows[name] = Flow(name, 0.0)
         flow.reconfigure(FlowSettings(requests_per_minute=9), 0.0)
-        flow.admitted_elsewhere(1)
+        flow.allowance.take(1.0, 0.0, 0.0)
     saved = saved_by(balancer, now=0.0)
     assert len(saved.flows) == MAX_FLOWS
     assert not saved.flows.keys() & odd
@@ -284,7 +284,7 @@ def test_what_runs_at_a_death_is_counted_once(told_tokens: int | None) -> None:
     def of_both(balancer: Balancer, now: float) -> tuple[float, float]:
         flow = next(one for one in balancer._flows if one.name == "ada")
         share = used(balancer, now=now)["tokens_per_day"]
-        return share * 1_000_000, flow.used(now)[1]
+        return share * 1_000_000, flow.allowance.use(now).tokens
 
     def start() -> Balancer:
         balancer = make_balancer(flows=flows)

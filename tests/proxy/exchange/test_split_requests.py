@@ -99,7 +99,7 @@ def sent(server: ScriptedEndpoint, index: int = 0) -> dict[str, Any]:
 def used_tokens(it: Rig) -> float:
     """Of the minute of the only flow."""
     (flow,) = it.balancer._flows
-    return flow.used(it.runtime.now())[1]
+    return flow.allowance.use(it.runtime.now()).tokens
 
 
 def complete(reply: Reply) -> bool:
