@@ -28,6 +28,12 @@ from lbproxy.core.responses.usage import (
 
 _ENDS = (b"\n\n", b"\n\r\n")
 """An empty line. Some servers mix line ends."""
+_FIRST_DATA: Final = re.compile(rb"^data:", re.MULTILINE)
+_NO_DATA: Final = re.compile(
+    rb"(?:(?::[^\r\n]*+|(?:event|id|retry)(?::[^\r\n]*+)?)?\r?\n)*+"
+    rb"(?::[^\r\n]*+|(?:event|id|retry|data)(?::[^\r\n]*+)?|e(?:v|ve|ven)?|i|r(?:e|et|etr)?|d(?:a|at)?)?\r?"
+)
+"""Comments, and events without data, with what may become one at the end."""
 _OVERLAP_BYTES: Final = 32
 """How much of the last piece is kept: longer than every pattern that can be split between two pieces."""
 _DATA: Final = b"data:"
@@ -42,13 +48,19 @@ _PREAMBLE: Final = re.compile(
 )
 """Events that stand for no token. vLLM sends the first of them before the prompt is computed."""
 _NAME_BYTES: Final = 64
-"""How much of an incomplete line is kept to recognise such an event."""
+"""How much of an incomplete line is kept to recognise such an event, and lines without data."""
 LINE_BYTES: Final = 256 << 10
 """How long a line may be that is parsed, and of which the beginning is kept: some 60,000 tokens in one event."""
 _SPAN_BYTES: Final = 24
 """An event that has up to so many bytes of text beside what the last one consisted of is taken for alike."""
 _ANY_SIZE: Final = 1 << 60
-_LAST_EVENTS: Final = frozenset({"message_stop", "response.completed", "response.failed", "response.incomplete"})
+_LAST: Final = re.compile(
+    r"message_stop|error|response\.(?:completed|failed|incomplete)"
+    r"|(?!response\.)[a-z_]+(?:\.[a-z_]+)*\.(?:done|completed|failed|incomplete)"
+)
+"""The types of the events that end a stream: of /v1/messages, /v1/responses, and of speech, transcripts and images."""
+_TYPE: Final = re.compile(rb'data: ?\{"type": ?"([a-z_.]{1,64})"')
+"""Of an event that is too long to be parsed: an image."""
 _NO_REASON: Final = frozenset({"", "null", "None"})
 """What servers wrote as a `finish_reason` that is none."""
 _MANY_CHOICES: Final = 1024
@@ -64,6 +76,7 @@ class EventScanner:
         "_carried",
         "_end",
         "_envelope",
+        "_has_data",
         "_line",
         "_overlap",
         "_skip_preamble",
@@ -72,6 +85,7 @@ class EventScanner:
         "at_boundary",
         "events",
         "has_content",
+        "is_opaque",
         "preamble_events",
         "text_bytes",
     )
@@ -83,15 +97,22 @@ class EventScanner:
         skip_preamble: bool = False,
         measures: bool = False,
         native: bool = False,
+        trusts: bool = False,
     ) -> None:
-        """`measures`: count the bytes of text. `native`: usage may be in an engine's own API."""
+        """`measures`: count the bytes of text. `native`: usage may be in an engine's own API. `trusts`: see
+        StreamEnd.
+        """
         self.events = 0
         """Events with data that began so far. Comments do not count: vLLM sends some before there is any token."""
         self.preamble_events = 0
         """Those of them, at the beginning, that stand for no token. Counted with `skip_preamble` only."""
         self.has_content = False
-        """At least one event is not part of the preamble."""
+        """At least one event is not part of the preamble; or `is_opaque`."""
+        self.is_opaque = False
+        """Its events cannot be read, such as lines of JSON, or that end with CR: they are not, or not all, counted."""
         self._skip_preamble = skip_preamble
+        self._has_data = False
+        """A line of data began."""
         self._line = b""
         self.at_boundary = True
         """The last byte so far ended an event, or there was none yet."""
@@ -105,7 +126,7 @@ class EventScanner:
         """How many bytes of text an event may have to be counted without being parsed; below 0 = it is parsed."""
         self._carried = bytearray()
         """The beginning of a line that the last piece did not end, as far as lines are read."""
-        self._end = StreamEnd() if watch_finish or native else None
+        self._end = StreamEnd(trusts=trusts) if watch_finish or native else None
         """Reads each event. Not needed for most bodies: their framing says where they end."""
 
     def feed(self, data: bytes, start: int, end: int) -> None:
@@ -120,9 +141,7 @@ class EventScanner:
             most = len(_DATA_LINE) - 1
             self.events += (self._overlap[-most:] + data[start : min(end, start + most)]).count(_DATA_LINE)
         if not self.has_content:
-            if self._skip_preamble:
-                self._count_preamble(data[start:end])
-            self.has_content = self.events > self.preamble_events
+            self._open(data[start:end])
         self._usage.feed(data, start, end)
         reads = self._span < _ANY_SIZE or self._end is not None
         if reads and (found != 1 or not self._is_alike(data, start, end)):
@@ -176,6 +195,8 @@ class EventScanner:
 
     def _read(self, piece: bytes) -> None:
         """Read the lines that this piece ends."""
+        if piece.find(b"\r") >= 0 and (bytes(self._carried[-1:]) + piece).find(b"\r\r") >= 0:
+            self.is_opaque = True  # empty lines by CR
         lines, found, rest = piece.rpartition(_LINE_FEED)
         if found:
             if self._carried:
@@ -200,11 +221,25 @@ class EventScanner:
                     self.text_bytes += text
                     self._envelope, self._span = len(line) + 2 - text, _SPAN_BYTES
 
-    def _count_preamble(self, piece: bytes) -> None:
-        """Count the events of the preamble."""
-        lines, _, rest = (self._line + piece).rpartition(b"\n")
-        self._line = rest[:_NAME_BYTES]
-        self.preamble_events += len(_PREAMBLE.findall(lines))
+    def _open(self, piece: bytes) -> None:
+        """Look at the next piece of the beginning."""
+        text = self._line + piece
+        lines, _, rest = text.rpartition(_LINE_FEED)
+        self._line = rest if len(rest) <= _NAME_BYTES else rest[:_NAME_BYTES] + rest[-1:]
+        if self._skip_preamble:
+            self.preamble_events += len(_PREAMBLE.findall(lines))
+        if not self._has_data:
+            self._has_data = self.events > 0
+            if not text.startswith(_DATA):
+                first = _FIRST_DATA.search(text)
+                until = len(text) if first is None else first.start()
+                self.is_opaque = _NO_DATA.fullmatch(text, 0, until) is None
+        self.has_content = self.is_opaque or self.events > self.preamble_events
+
+    @property
+    def is_within(self) -> bool:
+        """What arrived last is within an event, or cannot be read: no comment."""
+        return self.is_opaque or (self.has_content and not self.at_boundary)
 
     @property
     def usage(self) -> Usage | None:
@@ -214,8 +249,10 @@ class EventScanner:
 
     @property
     def is_complete(self) -> bool:
-        """The stream may be complete. Only meaningful with `watch_finish`."""
-        return self.at_boundary and self._end is not None and self._end.is_over
+        """The stream may be complete. Only meaningful with `watch_finish`. What cannot be read is, as its framing
+        says.
+        """
+        return self.is_opaque or (self.at_boundary and self._end is not None and self._end.is_over)
 
 
 _NULL: Final = b":null"
@@ -266,9 +303,13 @@ def _size(text: object) -> int:
 class StreamEnd:
     """Finds out from the lines of a stream whether it is over, and what the last events of engines' own APIs say."""
 
-    __slots__ = ("_done", "_last", "_name", "_open", "_over", "_total")
+    __slots__ = ("_done", "_known", "_last", "_name", "_open", "_over", "_total", "_trusts", "_unknown")
 
-    def __init__(self) -> None:
+    def __init__(self, *, trusts: bool = False) -> None:
+        """`trusts`: a stream of no kind whose end is known is over when it has an event."""
+        self._trusts = trusts
+        self._known = self._unknown = False
+        """There were events of such a kind; of another."""
         self._done = False
         """There was an event that ends each such stream."""
         self._over = False
@@ -291,30 +332,42 @@ class StreamEnd:
             self._name = b""
 
     def _read_data(self, line: bytes) -> None:
-        if line[len(_DATA) :].strip() == b"[DONE]" or self._name.decode("ascii", "replace") in _LAST_EVENTS:
+        if line[len(_DATA) :].strip() == b"[DONE]":
             self._done = True
             return
+        self._note_type(self._name.decode("ascii", "replace"))
         said = _parsed(line) if len(line) <= LINE_BYTES else None
         if said is None:
+            large = _TYPE.match(line)
+            self._note_type("" if large is None else large[1].decode("ascii"))
+            self._unknown = True
             return
-        if said.get("type") in _LAST_EVENTS:
-            self._done = True
-        choices = said.get("choices")
+        self._note_type(said.get("type"))
+        self._done = self._done or type(said.get("error")) is dict
+        choices, meta = said.get("choices"), said.get("meta_info")
         for choice in choices if type(choices) is list else ():
             if type(choice) is dict:
                 self._note(choice.get("index"), choice.get("finish_reason"))
-        meta = said.get("meta_info")
         if type(meta) is dict:
             self._note(said.get("index"), meta.get("finish_reason"))
             self._last = said
             if meta.get("finish_reason"):
                 self._total, self._last = added(self._total, read_native(said)), None
-        elif "tokens_predicted" in said:
+        elif "tokens_predicted" in said or type(said.get("stop")) is bool:
             self._last = said
             self._note(said.get("index"), said.get("stop") is True or None)
+        elif type(choices) is not list:
+            self._unknown = True
+
+    def _note_type(self, kind: object) -> None:
+        """Note the type of an event."""
+        if type(kind) is str and kind:
+            self._known = True
+            self._done = self._done or _LAST.fullmatch(kind) is not None
 
     def _note(self, index: object, reason: object) -> None:
         """Note whether a choice goes on."""
+        self._known = True
         choice = index if type(index) is int else 0
         if reason is None or reason is False or (type(reason) is str and reason in _NO_REASON):
             if len(self._open) < _MANY_CHOICES:
@@ -326,7 +379,9 @@ class StreamEnd:
     @property
     def is_over(self) -> bool:
         """Every choice has ended; or the event came that ends them all."""
-        return self._done or (self._over and not self._open)
+        if self._done or self._open:
+            return self._done
+        return self._over or (self._trusts and self._unknown and not self._known)
 
     @property
     def usage(self) -> Usage | None:
@@ -373,7 +428,6 @@ class BodyScanner:
 _ID: Final = re.compile(rb'"((?:resp|chatcmpl)[_-][A-Za-z0-9_-]{1,128})"')
 _ID_BYTES: Final = 4096
 """Bytes at the beginning of a response in which its id is searched."""
-_FIRST_DATA: Final = re.compile(rb"^data:", re.MULTILINE)
 
 
 def find_response_id(head: bytes) -> str | None:

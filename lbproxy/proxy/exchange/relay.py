@@ -6,12 +6,12 @@ chunk framing included; scanners watch it. Only a client that does not accept ch
 how far the response is:
 
     stage        event                                                          next stage
-    HELD         the first of the body (opening.py); or none arrived with the   COMMITTED
-                 head of a response that is not a stream; or `HOLD_HEAD_S`
+    HELD         the first of the body (opening.py), of a stream its first      COMMITTED
+                 event; or none arrived with the head of a response that is not a stream; or `HOLD_HEAD_S`
                  passed, and only this body could follow this head; or complete
                  `HOLD_HEAD_S` passed, and another stream could follow; or      HEAD_SENT
                  the client has the head of an earlier attempt
-    HEAD_SENT    the first of the body, or complete                             COMMITTED
+    HEAD_SENT    the first event, or complete                                   COMMITTED
     COMMITTED    complete, broken, or cut                                       FINISHED
     any          broken, refused, or released: the exchange decides             FINISHED
 
@@ -212,6 +212,7 @@ class Relay(PayloadWatcher):
                 skip_preamble=route.skips_preamble,
                 measures=True,
                 native=route.is_native,
+                trusts=route.flatten is None,
             )
             if is_stream and not head.encoded
             else None
@@ -274,15 +275,13 @@ class Relay(PayloadWatcher):
 
     def body(self, data: bytes) -> None:
         """The next bytes of the message, framing included."""
-        if self.revocable and self._scanner is not None:
-            data = self._opening.held + data
-            if self._is_refusal(data) or self._opening.keeps(data, self._scanner):
-                return
         if self._verbatim:
             if self._content_began:
                 self._write(data)
             else:
                 self._write_first(data)
+        if not self._content_began and (self.revocable or self._connection is None):
+            return  # it is held, or dropped
         now = self._runtime.now()
         if now >= self._progress_at:
             self._report_progress(now)
@@ -395,6 +394,14 @@ class Relay(PayloadWatcher):
 
     def _write_first(self, data: bytes) -> None:
         """Write, and note the first byte. Of a stream only an event counts: comments come while the prompt waits."""
+        if self.revocable and self._scanner is not None:
+            data = self._opening.held + data
+            if self._is_refusal(data):
+                return
+            if self._opening.keeps(data, self._scanner):
+                if self.stage is Stage.HEAD_SENT and self._holds_comments:
+                    self._send(self._opening.take())
+                return
         if self._scanner is None or self._scanner.has_content:
             self._content_began = True
             if self._connection is not None:
@@ -411,8 +418,15 @@ class Relay(PayloadWatcher):
             self._write(b"")
             return
         self._enter(Stage.HEAD_SENT)
-        self._send(self._opening.take_head())
+        self._send(self._opening.take() if self._holds_comments else self._opening.take_head())
         self._owner.head_sent()
+
+    @property
+    def _holds_comments(self) -> bool:
+        """What is held is comments, and the body of any other stream could follow them."""
+        scanner, connection = self._scanner, self._connection
+        is_between = scanner is not None and not scanner.events and scanner.at_boundary
+        return is_between and connection is not None and connection.at_boundary
 
     def _write(self, data: bytes) -> None:
         if self.revocable:
@@ -427,10 +441,10 @@ class Relay(PayloadWatcher):
         self._transport.write(data)  # which drops it if the connection is closing
 
     def _report_progress(self, now: float) -> None:
-        """Report progress. Of a stream only events count: comments only show that the server is alive."""
+        """Report progress. Of a stream that can be read only events count: comments only show that the server lives."""
         scanner = self._scanner
         events = scanner.events - scanner.preamble_events if scanner is not None and scanner.has_content else 0
-        if events > self._progressed or self._scanner is None:
+        if events > self._progressed or scanner is None or scanner.is_within:
             self._runtime.progress(self._ticket, events - self._progressed)
             self._progressed = events
         self._progress_at = now + PROGRESS_S
@@ -477,7 +491,7 @@ class Relay(PayloadWatcher):
     def generated(self, bytes_per_token: float) -> int:
         """About how many tokens the endpoint has written so far, by what it sent: at least one for each event."""
         scanner = self._scanner
-        if scanner is not None:
+        if scanner is not None and not scanner.is_opaque:
             return max(scanner.events - scanner.preamble_events, ceil(scanner.text_bytes / bytes_per_token))
         if self._body is not None:
             return ceil(self._body.size / bytes_per_token)

@@ -107,6 +107,51 @@ def test_only_the_servers_own_word_ends_a_stream(events: list[str], whole: bool)
         assert scanner.is_complete is whole, step
 
 
+@pytest.mark.parametrize(
+    ("stream", "content", "opaque"),
+    [
+        (b": ping\n\n", False, False),
+        (b":\r\n\r\nevent: a\r\nid: 1\r\nretry\r\n\r\n", False, False),
+        (b": " + b"x" * 200 + b"\r\n\n", False, False),
+        (b"event", False, False),
+        (b": ping\n\ndata: 1\n\n", True, False),
+        (b"data: 1\r\n\r\ndata: 2\r\n\r\n", True, False),
+        (b"eventful: 1\n\ndata: 1\n\n", True, True),
+        (b"data\n\n", True, True),
+        (b'{"a":1}\n', True, True),
+        (b": ping\r\r", True, True),
+        (b": " + b"x" * 200 + b"\rdata: 1\r\r", True, True),
+        (b"data: 1\r\rdata: 2\r\r", True, True),
+        (b"\xef\xbb\xbfdata: 1\n\n", True, True),
+        (b"\x1f\x8b\x08\x00", True, True),
+    ],
+)
+def test_what_has_begun_and_can_be_read_is_known_however_it_is_cut(stream: bytes, content: bool, opaque: bool) -> None:
+    for step in (1, 2, 3, 70, 1000):
+        scanner = EventScanner(measures=True)
+        for at in range(0, len(stream), step):
+            scanner.feed(stream, at, min(len(stream), at + step))
+        assert (scanner.has_content, scanner.is_opaque) == (content, opaque), step
+
+
+@pytest.mark.parametrize(
+    ("stream", "whole"),
+    [(b'data: {"x":1}\n\n', True), (b'data: {"type":"a.delta"}\n\n', False), (b'data: {"x":1}\n', False), (b"", False)],
+)
+def test_on_unknown_paths_an_end_of_unknown_events_is_believed(stream: bytes, whole: bool) -> None:
+    scanner = EventScanner(watch_finish=True, trusts=True)
+    scanner.feed(stream, 0, len(stream))
+    assert scanner.is_complete is whole
+
+
+def test_an_image_that_is_too_long_to_be_parsed_may_be_the_last() -> None:
+    for kind, whole in (("image_generation.completed", True), ("image_generation.partial_image", False)):
+        scanner = EventScanner(watch_finish=True, trusts=True)
+        stream = f'data: {{"type":"{kind}","b64_json":"{"A" * 2 * LINE_BYTES}"}}\n\n'.encode()
+        scanner.feed(stream, 0, len(stream))
+        assert scanner.is_complete is whole
+
+
 def test_the_last_event_may_be_larger_than_what_is_parsed() -> None:
     big = b'{"response":{"instructions":"' + b"x" * 2 * LINE_BYTES + b'"}}'
     for name in (b"response.completed", b"response.created"):

@@ -509,8 +509,8 @@ def test_a_client_that_leaves_amid_hints_leaves_nothing_behind() -> None:
 
 CUTS = {
     "after an event": (event('{"n":1}'), True),
-    "inside an event": (chunk(b"data: {"), False),
-    "inside a chunk": (event('{"n":1}')[:-9], False),
+    "inside an event": (event('{"n":1}') + chunk(b"data: {"), False),
+    "inside a chunk": (event('{"n":1}') + event('{"n":1}')[:-9], False),
     "inside a size": (event('{"n":1}') + b"1", False),
     "bad chunk": (event('{"n":1}') + b"zz\r\n", True),
 }

@@ -23,7 +23,7 @@ from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.core.responses.sse import EventScanner
 from lbproxy.proxy.exchange.exchanger import LARGE_BODY_BYTES
-from lbproxy.proxy.exchange.opening import Opening
+from lbproxy.proxy.exchange.opening import MAX_HELD_BYTES, Opening
 from lbproxy.proxy.exchange.relay import HOLD_HEAD_S, end_after_head
 from tests.support.aio import run, until
 from tests.support.compiled import interpreted
@@ -177,17 +177,79 @@ def test_a_refusal_that_comes_late_is_asked_of_another() -> None:
     run(main())
 
 
-def test_a_comment_is_a_byte_of_the_body() -> None:
-    """After it, nobody else is asked."""
+PINGS = {
+    "a comment": [b": ping\n\n"],
+    "llama.cpp's": [b":\n\n", b":\n\n"],
+    "a comment in pieces": [b": pi", b"ng\r\n", b"\r\n"],
+    "an event without data": [b"event: ping\nid: 7\nretry: 100\n\n"],
+    "half a comment": [b": ping\n\n", b": pi"],
+    "half an event": [b": ping\n\n", b'event: a\ndata: {"choices":[{"index":0,"del'],
+}
+
+
+@pytest.mark.parametrize("how", PINGS)
+def test_comments_promise_nothing(how: str) -> None:
+    """A llama.cpp that pings, and dies in the prefill. The client has its comments, and a whole stream after them."""
+    parts = PINGS[how]
+    whole = b"".join(parts)
+    sent = b"".join(map(chunk, parts if whole.endswith(b"\n\n") or b"\r" in whole else parts[:-1]))
 
     async def main() -> None:
         async with begun(stream) as it:
-            await it.wire.send(chunk(b": ping\n\n"))
-            assert b": ping" in await it.client.reader.readuntil(b"\n\n\r\n")
+            for part in parts:
+                await it.wire.send(chunk(part))
+                await asyncio.sleep(0.02)
+            assert await it.client.reader.readexactly(len(sent)) == sent, "at once"
+            it.wire.reset()
+            assert await it.client.reader.readexactly(len(BODY)) == BODY
+            assert await it.record() == (Outcome.COMPLETED, "e2", 2, 200)
+            record = it.it.records.requests[0]
+            assert record.first_byte_at is not None
+            assert (record.failed, record.events) == ((("e1", "upstream_reset"),), 2)
+
+    run(main())
+
+
+def test_comments_with_the_head_promise_nothing() -> None:
+    """They wait with it, and where nobody takes the request the client is told after them."""
+
+    async def main() -> None:
+        async with begun(hang, first=STREAM_HEAD + chunk(b": ping\n\n"), more=NO_BUDGET) as it:
+            assert await it.client.reader.readexactly(13) == chunk(b": ping\n\n")
             it.wire.reset()
             assert "after 0 events" in await it.told("upstream_reset")
-            assert not it.second.requests
             assert await it.record() == (Outcome.UPSTREAM_BROKE, "e1", 1, 200)
+
+    run(main())
+
+
+def test_a_comment_that_is_cut_within_its_chunk_is_not_continued_by_another() -> None:
+    async def main() -> None:
+        async with begun(stream) as it:
+            await it.wire.send(chunk(b": one\n\n") + b"9\r\n: t")
+            await asyncio.sleep(0.05)
+            it.wire.reset()
+            assert await it.client.reader.readuntil(LAST) == BODY
+
+    run(main())
+
+
+def test_a_stream_of_comments_alone_passes() -> None:
+    async def main() -> None:
+        async with begun(stream) as it:
+            await it.wire.send(chunk(b": ping\n\n") + LAST)
+            assert await it.client.reader.readuntil(LAST) == chunk(b": ping\n\n") + LAST
+            assert await it.record() == (Outcome.COMPLETED, "e1", 1, 200)
+
+    run(main())
+
+
+def test_what_is_held_of_comments_is_bounded() -> None:
+    async def main() -> None:
+        async with begun(stream) as it:
+            line = chunk(b": " + b"x" * (2 * MAX_HELD_BYTES))
+            await it.wire.send(line)
+            assert await it.client.reader.readexactly(len(line)) == line
 
     run(main())
 
@@ -473,6 +535,14 @@ def test_how_a_stream_begins_is_read_in_a_time_that_its_server_does_not_choose()
 
 
 @pytest.mark.parametrize(
+    ("kind", "status"), [("overloaded_error", 529), ("internal_error", 500), ("invalid_request_error", None)]
+)
+def test_an_error_of_anthropics_api_has_the_status_of_its_type(kind: str, status: int | None) -> None:
+    data = f'event: error\ndata: {{"type":"error","error":{{"details":null,"type":"{kind}","message":"x"}}}}\n\n'
+    assert Opening(holds=False, events=0).refusal(data.encode()) == status
+
+
+@pytest.mark.parametrize(
     ("pieces", "status"),
     [
         ([b'data: {"error": {"code": 503}}\n\n'], 503),
@@ -481,6 +551,11 @@ def test_how_a_stream_begins_is_read_in_a_time_that_its_server_does_not_choose()
         ([b"event: er", b"ror\n"], 500),
         ([b'data: {"text":"data: {\\"error\\" \\"code\\": 500"}\n\n'], None),
         ([b"data: 1\n\n", b"data: 2\n\n"], None),
+        ([b'data: {"error":{"code":"529","message":"x"}}\n\n'], 529),
+        ([b'data: {"error":{"code":520}}\r\n\r\n'], 520),
+        ([b'data: {"error":{"code":400,"type":"server_error"}}\n\n'], None),
+        ([b'data: {"error":{"code":null,"type":"server_error"}}\n\n'], 500),
+        ([b'data: {"error":"overloaded","code":503}\n\n'], None),
     ],
 )
 def test_an_error_at_the_beginning_is_found_however_it_is_cut(pieces: list[bytes], status: int | None) -> None:
