@@ -25,8 +25,8 @@ class Address(ShortSection):
     mode: str = "0660"
     """File mode of the Unix socket, in octal: write permission is needed to connect."""
     host: str = ""
-    """An IP address or a name; required without `unix`. 0.0.0.0 = every IPv4 address of this machine; it is never a
-    default."""
+    """An IP address or a name; required without `unix`. 0.0.0.0 = every IPv4 address of this machine, `::` = every
+    address of both kinds; neither is ever a default."""
     port: Port = 0
     """Required with `host`. 0 = any free port, which the log shows."""
 

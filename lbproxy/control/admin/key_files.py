@@ -114,7 +114,7 @@ def _text(path: str, source: str) -> str:
     if len(data) > MAX_FILE_BYTES:
         raise ConfigError(source, [f"expected at most {MAX_FILE_BYTES >> 20} MiB"])
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise ConfigError(source, ["expected UTF-8"]) from None
 

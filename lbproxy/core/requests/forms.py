@@ -18,6 +18,8 @@ from lbproxy.core.requests.openai import Naming, check_model_name
 from lbproxy.core.requests.outcome import LbError, Outcome
 
 MAX_PARTS: Final = 1000
+MAX_PREAMBLE_BYTES: Final = 1 << 10
+"""Before the first delimiter a form may have a text that is no part (RFC 2046, section 5.1.1): mostly an empty line."""
 MAX_PART_HEAD_BYTES: Final = 16 << 10
 MAX_LINES: Final = 32
 """Of the head of a part, and of the parameters in one: clients send three of each."""
@@ -92,10 +94,12 @@ class FormWalk:
         self._ended = True
         named = _BOUNDARY.search(content_type)
         if named is not None:
-            boundary: bytes = named[1] or named[2]
-            self._at = 2 + len(boundary)
-            self._delimiter = body[: self._at]  # as the body spells it: the content type was changed to lower case
-            self._ended = self._delimiter.lower() != b"--" + boundary
+            delimiter: bytes = b"--" + (named[1] or named[2])
+            opening = body[: MAX_PREAMBLE_BYTES + len(delimiter)].lower()  # as the content type
+            begin = opening.find(delimiter)
+            self._at = begin + len(delimiter)
+            self._delimiter = body[begin : self._at]  # as the body spells it
+            self._ended = begin < 0 or not (begin == 0 or opening.endswith(b"\r\n", 0, begin))
 
     def step(self) -> bool:
         """Walk on for about `STEP_BYTES`. Returns whether more is left. Raises LbError if there are two such fields."""

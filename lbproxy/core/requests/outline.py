@@ -54,9 +54,10 @@ COSTS = ((b":", 140), (b"[", 105), (b"{", 75), (b",", 20))
 """What each costs in addition to its byte, in bytes of text: a key, a list, an object, one more value."""
 LIST_DEPTH: Final = 2
 """The depth of lists in the outermost object."""
-_CUT: Final = re.compile(rb'(?:[^"\\]{8}|\\u(?![dD][89abAB])[0-9a-fA-F]{4})(?=[^\x80-\xbf])')
+_CUT: Final = re.compile(rb'(?:[^"\\]{8}|\\[bfnrt]|\\u(?![dD][89abAB])[0-9a-fA-F]{4})(?=[^\x80-\xbf])')
 """Ends at a place where a string can be cut: not inside an escape or a character of several bytes, and not between a
-pair of escapes that form one character (the first of which is \\ud800 to \\udbff)."""
+pair of escapes that form one character (the first of which is \\ud800 to \\udbff). Behind `\\n` none of these is, even
+if its backslash is itself escaped."""
 _MODEL: Final = (
     rb'"(?:[mM]|\\u00[46][dD])(?:[oO]|\\u00[46][fF])(?:[dD]|\\u00[46]4)(?:[eE]|\\u00[46]5)(?:[lL]|\\u00[46][cC])"'
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 import stat
@@ -32,19 +33,35 @@ async def open_sockets(address: Address, key: str) -> list[socket.socket]:
         raise OSError(f"cannot listen on {address} ({key}): {why}") from error
 
 
+async def addresses(host: str) -> list[tuple[socket.AddressFamily, str, int]]:
+    """The addresses to listen on for `host`: family, address and scope. `::` is every address of this machine, IPv4
+    too. Raises OSError.
+    """
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    named = [(family, str(at[0]), int(at[3]) if len(at) == 4 else 0) for family, *_, at in found]
+    if any(address == "::" for _, address, _ in named):
+        named.append((socket.AF_INET, "0.0.0.0", 0))  # noqa: S104 - what `::` means
+    return list(dict.fromkeys(named))
+
+
 async def bind(host: str, port: int) -> list[socket.socket]:
     """Open listening sockets on every address of `host`, on one port (0: any free one). Raises OSError."""
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     sockets: list[socket.socket] = []
     try:
-        for family, kind, protocol, _, address in dict.fromkeys(found):
-            sock = socket.socket(family, kind, protocol)
+        for family, address, scope in await addresses(host):
+            try:
+                sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+            except OSError as error:
+                if error.errno == errno.EAFNOSUPPORT and sockets:
+                    continue  # a machine without IPv4
+                raise
             sockets.append(sock)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
                 sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            sock.bind((address[0], address[1] or sockets[0].getsockname()[1], *address[2:]))
+            at = address, port or sockets[0].getsockname()[1]
+            sock.bind((*at, 0, scope) if family == socket.AF_INET6 else at)
             sock.listen(BACKLOG)
     except OSError:
         for sock in sockets:

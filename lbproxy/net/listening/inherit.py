@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequen
 from typing import NamedTuple
 
 from lbproxy.config.sections.clients import Address
-from lbproxy.net.listening.bind import socket_address
+from lbproxy.net.listening.bind import addresses, socket_address
 from lbproxy.net.listening.notify import Notifier
 
 logger = logging.getLogger("lbproxy")
@@ -102,7 +102,7 @@ class Inherited:
         """
         if not self._sockets:
             return []
-        hosts = set() if wanted.unix is not None else await _addresses(wanted.host)
+        hosts = set() if wanted.unix is not None else {at for _, at, _ in await addresses(wanted.host)}
         taken: list[tuple[str, socket.socket]] = []
         rest: list[tuple[str, socket.socket]] = []
         for name, sock in self._sockets:
@@ -138,11 +138,6 @@ class Inherited:
 def _is_reached(sock: socket.socket) -> bool:
     """Whether the file of a Unix socket still exists: without it no client can connect."""
     return os.path.exists(sock.getsockname())
-
-
-async def _addresses(host: str) -> set[str]:
-    found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return {str(address[0]) for *_, address in found}
 
 
 def _listening(fd: int) -> socket.socket | None:

@@ -22,3 +22,13 @@ def test_a_relative_path_says_what_it_is_relative_to(tmp_path: Path, monkeypatch
     with pytest.raises(ConfigError) as full:
         read_keys(AuthSettings(file=absolute))
     assert full.value.problems == (f"auth.file: {absolute}: no such file or directory",)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path: Path) -> None:
+    """As editors on Windows write it."""
+    text = f"alice: {'k' * 32}\n"
+    (tmp_path / "plain").write_text(text, "utf-8")
+    (tmp_path / "marked").write_text(text, "utf-8-sig")
+    plain, marked = (read_keys(AuthSettings(file=str(tmp_path / name))) for name in ("plain", "marked"))
+    assert marked == plain
+    assert len(plain) == 1

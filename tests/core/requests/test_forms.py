@@ -13,6 +13,7 @@ from lbproxy.core.requests.forms import (
     MAX_FALSE_DELIMITERS,
     MAX_PART_HEAD_BYTES,
     MAX_PARTS,
+    MAX_PREAMBLE_BYTES,
     PART_BYTES,
     STEP_BYTES,
     FormWalk,
@@ -75,7 +76,10 @@ def test_it_is_found_and_replaced(parts: tuple[bytes, ...]) -> None:
         form(FILE[:-2] + b"\r", MODEL),
         form(MODEL, b"--B0und\r\nno colon\r\n\r\nx\r\n"),
         form(MODEL, b"--B0und\r\nContent-Type: text/plain\r\n\r\nx\r\n"),
-        b"preamble\r\n" + form(MODEL),
+        b"preamble --B0und\r\n" + form(MODEL),
+        b"preamble\n" + form(MODEL),
+        b"\n" + form(MODEL),
+        b"x" * MAX_PREAMBLE_BYTES + b"\r\n" + form(MODEL),
         form(part('"file"', b"", "\r\nX: " + "y" * MAX_PART_HEAD_BYTES), MODEL),
         form(part('"n"', b"1") * MAX_PARTS, MODEL),
         b"",
@@ -85,6 +89,14 @@ def test_it_is_found_and_replaced(parts: tuple[bytes, ...]) -> None:
 def test_what_has_none_or_could_be_read_in_two_ways_has_none(body: bytes) -> None:
     assert read_form_model(body, KIND) is None
     assert renamed(body, "x") == body
+
+
+@pytest.mark.parametrize("before", [b"\r\n", b"\r\n\r\n", b"This is a form.\r\n", b"--B0un\r\n", b" \r\n"])
+def test_what_stands_before_the_first_boundary_is_no_part(before: bytes) -> None:
+    """RFC 2046, section 5.1.1; some clients begin with an empty line."""
+    body = before + form(FILE, MODEL)
+    assert read_form_model(body, KIND) == "whisper-1"
+    assert renamed(body, "x") == before + renamed(form(FILE, MODEL), "x")
 
 
 def test_a_form_of_another_boundary_has_none() -> None:

@@ -96,7 +96,7 @@ HOSTILE = {
     "texts": b'{"a":["' + b'a","' * (8 * MIB) + b'"]}',
     "numbers": b'{"a":[' + b"1," * (15 * MIB) + b"1]}",
     "short texts": b'{"a":["' + (b"x" * 500 + b'","') * 60_000 + b'"]}',
-    "escapes": b'{"a":"' + b"\\n" * (15 * MIB) + b'"}',
+    "escapes": b'{"a":"' + b"\\\\" * (15 * MIB) + b'"}',
 }
 
 
@@ -111,7 +111,10 @@ def test_what_models_can_take_is_not_refused() -> None:
     words = "def f(x: int) -> dict: return {'a': [x, 1]}  # \"why\"\n" * 80_000
     chat = [{"role": "user", "content": "what is that?"}] * 20_000
     documents = ["x" * 1900] * 10_000
-    for value in ({"prompt": words}, {"prompt": list(range(500_000))}, {"messages": chat}, {"documents": documents}):
+    lines = "ab, c\n" * 2_500_000
+    values: list[dict[str, object]] = [{"prompt": text} for text in (words, lines, "\n" * 7_500_000)]
+    values += [{"prompt": list(range(500_000))}, {"messages": chat}, {"documents": documents}]
+    for value in values:
         body = json.dumps({"model": "m", **value}).encode()
         assert read_json_body(body).model == "m"
         assert len(outline(body).text()) < 8 * MIB
