@@ -84,8 +84,7 @@ def read_json_body(body: bytes, large: LargeJson | None = None) -> BodyFacts:
         check_model_name(model)
     elif any(name.lower() == "model" for name in fields):
         raise LbError(Outcome.MISSING_MODEL, "The name of the field is `model`, in lower case.", param="model")
-    limits = [fields[name] for name in _LIMITS if name in fields]
-    limit = _greatest(limits) if limits else None
+    limit = _greatest_limit(fields)
     salt = fields.get("cache_salt")
     stream = fields.get("stream") is True
     # Without the constructor of the NamedTuple, which takes as long again: one is made for every request.
@@ -97,10 +96,11 @@ _LIMITS: Final = ["max_tokens", "max_completion_tokens", "max_output_tokens", "n
 of them, so that only the greatest is certain to hold; the object counts as no limit."""
 
 
-def _greatest(limits: list[Any]) -> int | None:
-    """The greatest of limits, among which a null says nothing; None if there is none, or one is no limit."""
+def _greatest_limit(fields: dict[str, Any]) -> int | None:
+    """The greatest of the limits, among which a null says nothing; None if there is none, or one is no limit."""
     greatest = 0
-    for limit in limits:
+    for name in _LIMITS:
+        limit = fields.get(name)
         if limit is None:
             continue
         if type(limit) is not int or not 0 < limit < MAX_TOKENS:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from typing import Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 
 from mypy_extensions import mypyc_attr
 
@@ -92,11 +92,14 @@ class PayloadWatcher:
         raise NotImplementedError
 
 
-class Framing(Protocol):
-    """Walks one body."""
+class Framing:
+    """Walks one body. A class, for the same reason."""
 
-    done: bool
-    """The message is complete."""
+    __slots__ = ("done",)
+
+    def __init__(self, *, done: bool = False) -> None:
+        self.done = done
+        """The message is complete."""
 
     def feed(self, data: bytes, start: int = 0) -> int:
         """The next bytes are `data[start:]`. Returns up to where they were taken: `len(data)`, or where the message
@@ -104,28 +107,27 @@ class Framing(Protocol):
 
         Raises ProtocolError if they cannot belong to this body.
         """
-        ...
+        raise NotImplementedError
 
     def eof(self) -> bool:
         """The endpoint closed. Returns whether the message is complete."""
-        ...
+        return self.done
 
     @property
     def at_boundary(self) -> bool:
         """Other bytes, framed in the same way, could follow the last byte fed."""
-        ...
+        return False
 
 
-class LengthFraming:
+class LengthFraming(Framing):
     """A body of a known number of bytes; 0 for responses without a body."""
 
-    __slots__ = ("_left", "_watcher", "done")
-    at_boundary = False
+    __slots__ = ("_left", "_watcher")
 
     def __init__(self, length: int, watcher: PayloadWatcher | None = None) -> None:
+        super().__init__(done=length == 0)
         self._left = length
         self._watcher = watcher
-        self.done = length == 0
 
     def feed(self, data: bytes, start: int = 0) -> int:
         """See Framing."""
@@ -136,20 +138,15 @@ class LengthFraming:
         self.done = self._left == 0
         return end
 
-    def eof(self) -> bool:
-        """See Framing."""
-        return self.done
 
-
-class CloseFraming:
+class CloseFraming(Framing):
     """A body that ends when the endpoint closes: a cut cannot be told from an end."""
 
-    __slots__ = ("_watcher", "done")
-    at_boundary = True
+    __slots__ = ("_watcher",)
 
     def __init__(self, watcher: PayloadWatcher | None = None) -> None:
+        super().__init__()
         self._watcher = watcher
-        self.done = False
 
     def feed(self, data: bytes, start: int = 0) -> int:
         """See Framing."""
@@ -162,8 +159,13 @@ class CloseFraming:
         self.done = True
         return True
 
+    @property
+    def at_boundary(self) -> bool:
+        """See Framing."""
+        return True
 
-class ChunkedFraming:
+
+class ChunkedFraming(Framing):
     """A chunked body: RFC 9112, section 7.1."""
 
     __slots__ = (
@@ -175,7 +177,6 @@ class ChunkedFraming:
         "_small",
         "_trailer_bytes",
         "_watcher",
-        "done",
     )
 
     def __init__(
@@ -189,6 +190,7 @@ class ChunkedFraming:
         stream can last for hours, and nothing of it is kept. `is_response`: one call walks `LINES_AT_ONCE`, and not all
         trailers may pass.
         """
+        super().__init__()
         self._watcher = watcher
         self._is_response = is_response
         self._small: list[bytes] = []
@@ -200,7 +202,6 @@ class ChunkedFraming:
         """The beginning of a size or trailer line that is split between reads."""
         self._in_trailer = False
         self._trailer_bytes = 0
-        self.done = False
 
     def feed(self, data: bytes, start: int = 0) -> int:
         """See Framing."""
@@ -226,10 +227,6 @@ class ChunkedFraming:
         finally:
             self._show_small()
         return at
-
-    def eof(self) -> bool:
-        """See Framing."""
-        return self.done
 
     @property
     def at_boundary(self) -> bool:

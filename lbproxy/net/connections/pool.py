@@ -7,7 +7,8 @@ callback in which it arrived; then the end. There is no future and no task betwe
 connection returns to the pool when a message ended cleanly and nothing forbids its reuse; otherwise it is closed.
 Invariants:
 
-- A connection with an unread or unexpected byte is never reused, nor one on which something waits in the kernel.
+- A connection with an unread or unexpected byte is never reused, nor one on which something waits in the kernel when
+  the request would be sent.
 - A read that has more pieces than one turn may walk is walked on in later ones (`backlog`); until then nothing is read.
 - After `abort`, or when its receiver released it, a connection makes no more calls.
 - Kept connections are closed before the 5 s after which vLLM and SGLang (uvicorn) close them.
@@ -20,7 +21,6 @@ more than its precision is worth. Connecting has its own time-out. No clock runs
 from __future__ import annotations
 
 import asyncio
-import select
 import socket
 from collections import defaultdict
 from collections.abc import Callable
@@ -117,22 +117,14 @@ class Connection:
         self._paused = False
         """The receiver is full."""
         self._upload = Upload(pool.loop)
-        self._look: select.poll | None = None
-        """Sees what waits in the kernel."""
+        self._descriptor: int | None = None
+        """Of its socket, which it does not own."""
 
     # The exchange
 
-    @property
-    def is_silent(self) -> bool:
-        """Nothing of the endpoint waits in the kernel: no response without a request, and no close. What came before
-        the loop last polled has closed the connection; this is about the time since. Of TLS it sees records.
-        """
-        return self._look is None or not self._look.poll(0)
-
     def watch(self, sock: socket.socket) -> None:
-        """Its socket, which it does not own."""
-        self._look = select.poll()
-        self._look.register(sock, select.POLLIN)
+        """Its socket. If anything waits there when a kept connection would send, its receiver gets STALE instead."""
+        self._descriptor = sock.fileno()
 
     def send(
         self,
@@ -152,7 +144,10 @@ class Connection:
         transport = self._transport
         if transport is None:  # lost in the turn in which it was made or taken
             self._loop.call_soon(self._eof, None)
-        elif isinstance(body, bytes) and len(body) < 16 << 10:
+            return
+        if self.reused and self._descriptor is not None:
+            self._pool.cork.send_if_silent(transport, self._descriptor)
+        if isinstance(body, bytes) and len(body) < 16 << 10:
             transport.write(head + body)
         elif isinstance(body, bytes) and len(body) <= LARGE_BYTES:
             transport.writelines((head, body))
@@ -230,7 +225,6 @@ class Connection:
         self._receiver = None
         self._buffer = b""
         self._upload.drop()
-        self._look = None
         self._pool.forget(self)
         if self._transport is not None:
             self._transport.abort()
@@ -259,6 +253,9 @@ class Connection:
                 self._buffer += data  # a transport may have had it before it was told to pause
             else:
                 self._relay(data, 0)
+        elif self._descriptor in self._pool.cork.silent:
+            if self._transport is not None:
+                self._transport.drop()  # a response to a request that is not sent yet
         else:
             self._buffer = self._buffer + data if self._buffer else data
             self._find_head(receiver)
@@ -326,15 +323,15 @@ class Connection:
         except ProtocolError as error:
             self._break(UpstreamError(FailureKind.PROTOCOL, f"{self.origin}: {error}"))
             return
-        whole = end == len(data)
-        if not whole and framing.done:
+        whole, done = end == len(data), framing.done
+        if done and not whole:
             self._reusable = False  # bytes after the end of a message forbid the reuse of its connection
         piece = data if whole and at == 0 else data[at:end]
         if piece:
             receiver.body(piece)
         if self._receiver is not receiver:
             return  # it may have released it
-        if framing.done:
+        if done:
             self._finish(receiver)
         elif not whole:
             self._put_off(data, end)
@@ -411,14 +408,12 @@ class ConnectionPool:
     def take(self, origin: Origin) -> Connection | None:
         """The kept connection that was used last, None if there is none."""
         idle = self._idle.get(origin)
-        while idle:
-            connection, _ = idle.popitem()
-            if connection.is_silent:
-                connection.reused = True
-                self._busy.add(connection)
-                return connection
-            connection.abort()
-        return None
+        if not idle:
+            return None
+        connection, _ = idle.popitem()
+        connection.reused = True
+        self._busy.add(connection)
+        return connection
 
     async def connect(self, origin: Origin, timeout_s: float) -> Connection:
         """Open a new connection. Raises UpstreamError CONNECT, or EXHAUSTED if there are no descriptors.

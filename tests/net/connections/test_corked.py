@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import socket
 
 import pytest
 
@@ -64,6 +66,26 @@ def loop() -> Loop:
 def transports(loop: Loop, count: int) -> tuple[Cork, list[Corked], list[object]]:
     cork, done = Cork(loop), list[object]()
     return cork, [Corked(Inner(done), cork) for _ in range(count)], done
+
+
+def test_who_must_be_silent_and_is_not_gets_nothing(loop: Loop) -> None:
+    """Its bytes would be taken for the answer to what is sent. The others are looked at in the same system call."""
+    cork, (speaks, closed, silent, other), done = transports(loop, 4)
+    pairs = [socket.socketpair() for _ in range(3)]
+    for transport, (ours, _) in zip((speaks, closed, silent), pairs, strict=True):
+        cork.send_if_silent(transport, ours.fileno())
+        transport.write(b"%d" % ours.fileno())
+    other.write(b"other")
+    pairs[0][1].send(b"x")
+    pairs[1][1].close()
+    cork.flush()
+    assert done == ["abort", "abort", b"%d" % pairs[2][0].fileno(), b"other"]
+    pairs[2][1].send(b"its answer")
+    silent.write(b"more")
+    cork.flush()
+    assert done[4:] == [b"more"], "asked for once"
+    for sock in itertools.chain(*pairs):
+        sock.close()
 
 
 def test_all_of_a_turn_goes_out_together_and_in_order(loop: Loop) -> None:
