@@ -235,11 +235,11 @@ def _rows(one: Inspection) -> Iterator[tuple[str, Text]]:
     yield from _ranks(one)
     yield from _kv_events(one.endpoint, one.endpoint.ranks or one.ranks)
     yield from _handover(one)
+    yield from _kv_cache(one)
     said = one.said
-    if said is not None and said.tokens is not None and one.endpoint.kv_cache_tokens is None:
-        yield "KV cache", Text(f"{said.tokens:,} tokens{' at most' if said.is_upper_bound else ''}, as it reports")
-    if said is not None and said.slots is not None:
-        yield "slots", Text(f"{said.slots:,} requests at a time, as it reports")
+    slots = one.load.slots if one.load is not None and one.load.slots is not None else said and said.slots
+    if slots is not None:
+        yield "slots", Text(f"{slots:,} requests at a time, as it reports")
     if one.asks_load is not None:
         yield "reports", Text(ASKED if one.asks_load else NOT_ASKED)
     for signal in one.missing:
@@ -247,6 +247,23 @@ def _rows(one: Inspection) -> Iterator[tuple[str, Text]]:
     for cost in dict.fromkeys(COSTS[signal] for signal in one.lacking):
         signals = ", ".join(signal for signal in one.lacking if COSTS[signal] == cost)
         yield "no signal", Text(f"{signals}: {cost}", style="dim")
+
+
+def _kv_cache(one: Inspection) -> Iterator[tuple[str, Text]]:
+    """The size of its cache that counts, and whose word that is."""
+    load, said = one.load, one.said
+    if one.endpoint.kv_cache_tokens is not None:
+        yield "KV cache", Text(f"{one.endpoint.kv_cache_tokens:,} tokens, by the settings")
+    elif load is not None and load.kv_tokens is not None:
+        counted = load.counted_tokens
+        why = "kv_blocks of block_size_tokens each"
+        if load.kv_tokens != counted:
+            why = "as its metrics state"
+        if counted is not None and load.kv_tokens != counted:
+            why += f", and not the {counted:,} of its blocks: a token takes blocks of several sizes there"
+        yield "KV cache", Text(f"{load.kv_tokens:,} tokens, {why}")
+    elif said is not None and said.tokens is not None:
+        yield "KV cache", Text(f"{said.tokens:,} tokens{' at most' if said.is_upper_bound else ''}, as it reports")
 
 
 def _ranks(one: Inspection) -> Iterator[tuple[str, Text]]:

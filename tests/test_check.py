@@ -59,7 +59,7 @@ def test_a_good_server() -> None:
     for line in (
         *("  usable     yes", "  reachable  yes; health: GET /health returned 200", "  models     base"),
         *("  adapters   sql (of base)", "1 of 2 endpoints can be used."),
-        "  load       5 of 5 signals: waiting 16, running 8, kv_utilization 0.81, block_size_tokens 32, kv_blocks 100",
+        "  load       5 of 5 signals: waiting 14, running 8, kv_utilization 0.81, block_size_tokens 32, kv_blocks 100",
     ):
         assert line in output
     assert "  engine     vllm (detected, metrics at http://127.0.0.1:" in output
@@ -104,6 +104,22 @@ def test_the_size_of_a_cache_that_the_server_says() -> None:
     _, output = checked(scripts, ", engine: llamacpp")
     assert "  KV cache   32,768 tokens at most, as it reports" in output
     assert "  slots      4 requests at a time, as it reports" in output
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "said"),
+    [
+        ("vllm-0.32.0-load-lora-t0", "", "3,200 tokens, kv_blocks of block_size_tokens each"),
+        ("documented/vllm-dp2-hybrid", "", "409,600 tokens, as its metrics state, and not the 36,000 of its blocks"),
+        ("documented/vllm-dp2-hybrid", ", kv_cache_tokens: 5000", "5,000 tokens, by the settings"),
+        ("documented/sglang-hybrid", "", "200,000 tokens, kv_blocks of block_size_tokens each"),
+    ],
+)
+def test_which_size_of_the_cache_counts_and_why(name: str, more: str, said: str) -> None:
+    """On a hybrid model blocks times their size is another number than what fits."""
+    metrics = (FIXTURES / f"{name}.prom").read_bytes()
+    _, output = checked({"/health": OK, "/metrics": page(metrics)}, more)
+    assert f"  KV cache   {said}" in " ".join(output.split("\n"))
 
 
 def test_who_could_show_metrics_is_told_how() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from lbproxy.config.parse import parse
 from lbproxy.config.sections.engines import BUILT_IN_ENGINES, MetricRatio, MetricSpec, Signal
-from lbproxy.core.engines.dialects import ENGINES, SIGNALS, Engines
+from lbproxy.core.engines.dialects import ENGINES, SIGNALS, Engines, EngineTable
 from lbproxy.core.engines.readings import PageReader, Reading
 from tests.support.docs import DOCS, blocks, expect_generated, table
 
@@ -20,11 +20,15 @@ SHOWN = {
     "vllm-0.32.0-dp2-load": "vLLM 0.32, two data-parallel ranks",
     "vllm-0.32.0-dp2-idle": "the same before its first request",
     "documented/vllm-0.8.5": "vLLM 0.8.5",
+    "documented/vllm-dp2-hybrid": "vLLM, two ranks of a hybrid model",
     "sglang-0.5.23-load": "SGLang 0.5.23",
+    "documented/sglang-hybrid": "SGLang, a hybrid model",
+    "documented/sglang-dp2-pp2-tp4": "SGLang, all schedulers of dp 2, pp 2, tp 4",
     "documented/sglang-0.5.10": "SGLang 0.5.10, with priorities",
     "documented/trtllm-serve": "trtllm-serve",
     "documented/trtllm-serve-1.1-without-gauges": "trtllm-serve without statistics",
     "documented/triton-tensorrt-llm": "Triton with two models",
+    "documented/lmdeploy-0.18": "LMDeploy 0.18",
     "llama.cpp-b11434-load": "llama.cpp b11434",
 }
 WALL_TIME = 1795230000.0
@@ -43,6 +47,12 @@ def signal_text(signal: Signal) -> str:
     return ", else ".join(map(spec_text, signal)) or "-"
 
 
+def optional(engine: EngineTable) -> list[tuple[str, Signal]]:
+    """What is not a signal, as the page calls it."""
+    named = ["waiting before that", "deferred", "cache in tokens", "slots", "work", "adapters"]
+    return list(zip(named, engine.others().values(), strict=True))
+
+
 def test_names() -> None:
     """Signals are the rows: the names are long, and nobody compares engines."""
     rows = []
@@ -50,8 +60,7 @@ def test_names() -> None:
         port = "" if engine.location.port is None else f"port {engine.location.port}, "
         rows.append([f"`{name}`", "page", f"{port}`{engine.location.path}`"])
         rows += [["", f"`{signal}`", signal_text(specs)] for signal, specs in engine.signals().items()]
-        rows.append(["", "work", signal_text(engine.work)])
-        rows.append(["", "adapters", signal_text(engine.lora)])
+        rows += [["", shown, signal_text(specs)] for shown, specs in optional(engine) if specs]
     expect_generated(PAGE, "names", table(["engine", "signal", "where"], rows))
 
 
@@ -77,9 +86,9 @@ def test_pages() -> None:
         metrics = reading.metrics
         busy = sorted(metrics.lora.running | metrics.lora.waiting) if metrics and metrics.lora else []
         source = "documented" if name.startswith("documented/") else "recorded"
-        values = [value_text(reading, signal) for signal in SIGNALS]
+        values = [value_text(reading, signal) for signal in (*SIGNALS, "kv_tokens")]
         rows.append([shown, source, f"`{engine}`", *values, ", ".join(busy) or "-"])
-    heads = ["page", "source", "detected as", *(f"`{signal}`" for signal in SIGNALS), "adapters in use"]
+    heads = ["page", "source", "detected as", *(f"`{signal}`" for signal in SIGNALS), "tokens", "adapters in use"]
     expect_generated(PAGE, "pages", table(heads, rows))
 
 

@@ -52,6 +52,11 @@ nv_trt_llm_request_metrics{{{{model="m",request_type="max",version="1"}}}} 512
 {BLOCKS % "tokens_per"}64
 {BLOCKS % "max"}6750
 """,
+    "lmdeploy": """\
+lmdeploy:num_requests_running{{engine="0",model_name="m"}} {running}
+lmdeploy:num_requests_waiting{{engine="0",model_name="m"}} {waiting}
+lmdeploy:gpu_cache_usage_perc{{engine="0",model_name="m"}} {kv}
+""",
     "llamacpp": "llamacpp:requests_processing {running}\nllamacpp:requests_deferred {waiting}\n",
     "mine": 'jobs{{state="queued"}} {waiting}\njobs{{state="active"}} {running}\nused {kv}\nall 1\n',
 }

@@ -393,6 +393,8 @@ class EndpointSet:
         if state is None:
             return
         queued = note_scrape(state, metrics, self._stale_after_s)
+        if metrics.slots is not None and metrics.slots != state.reported_slots:
+            self.report_slots(uid, metrics.slots)
         if self._pool is not None:
             state.load.scraped(metrics, others=state.others, queued=queued, fresh_until=state.fresh_until)
 

@@ -249,6 +249,8 @@ def note_load(
     known, fresh = state.metrics or NO_METRICS, state.metrics if now <= state.scrape_until else None
     gauges = fresh or NO_METRICS
     waiting, running, kv_utilization = report
+    if waiting is not None and gauges.deferred:  # it says nothing of reasons
+        waiting = max(0.0, waiting - gauges.deferred)
     metrics = state.metrics = LoadMetrics(
         scraped_at=now,
         waiting=gauges.waiting if waiting is None else waiting,
@@ -256,6 +258,9 @@ def note_load(
         kv_utilization=gauges.kv_utilization if kv_utilization is None else kv_utilization,
         block_size_tokens=known.block_size_tokens,
         kv_blocks=known.kv_blocks,
+        stated_tokens=known.stated_tokens,
+        deferred=gauges.deferred,
+        slots=known.slots,
         work=known.work,
         lora=known.lora,
         started_at=known.started_at,
@@ -356,8 +361,8 @@ def snapshot_of(state: EndpointState, share: float, readmitted: bool, now: float
 def _fill(state: EndpointState) -> float | None:
     """The share of the cache that holds something, by the size that counts for placing: see `KvModel`."""
     metrics, size = state.metrics, state.endpoint.kv_cache_tokens
-    if size is None and metrics is not None and metrics.kv_blocks and metrics.block_size_tokens:
-        size = metrics.kv_blocks * metrics.block_size_tokens
+    if size is None and metrics is not None:
+        size = metrics.kv_tokens
     if size is None and not state.cache_tokens_at_most:
         size = state.reported_cache_tokens
     size = size or state.measured_cache_tokens

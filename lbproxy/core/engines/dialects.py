@@ -22,6 +22,9 @@ from lbproxy.core.engines.exposition import Scanner
 SIGNALS = ("waiting", "running", "kv_utilization", "block_size_tokens", "kv_blocks")
 """The signals that routing uses; fields of `LoadMetrics`. An engine's table says which of them it has."""
 
+OTHER_SIGNALS = ("also_waiting", "deferred", "kv_tokens", "slots", "work", "lora")
+"""What else is read, where it is."""
+
 
 class MetricsLocation(NamedTuple):
     """Where an engine's metrics usually are."""
@@ -48,11 +51,20 @@ class EngineTable:
     kv_blocks: Signal = ()
     each_series_is_total: bool = False
     """Every series of `kv_blocks` is the total of the endpoint: the largest counts, not the sum."""
+    kv_tokens: Signal = ()
+    """The size of the cache of each rank in tokens, beside blocks: see `LoadMetrics.kv_tokens`. Not in `SIGNALS`, nor
+    are those that follow: they are optional."""
+    also_waiting: Signal = ()
+    """Requests that wait before those of `waiting`, and are not among them."""
+    deferred: Signal = ()
+    """Requests that wait for something else than room: see `LoadMetrics.deferred`."""
+    slots: Signal = ()
+    """How many requests it runs at once."""
     work: Signal = ()
     """A counter of steps or tokens that changes while requests run, not only when they end: see
-    `core.endpoints.progress`. It is optional, and so is the next signal."""
+    `core.endpoints.progress`."""
     lora: Signal = ()
-    """Not in `SIGNALS`: an endpoint without adapters does not expose it, and misses nothing."""
+    """An endpoint without adapters does not expose it, and misses nothing."""
     load_reports: bool = False
     """Its responses carry its load in a header on demand: see `core.engines.orca`."""
     reports_one_rank: bool = False
@@ -72,9 +84,13 @@ class EngineTable:
         """The specs of each of `SIGNALS`, in their order; empty if the engine does not have the signal."""
         return {name: getattr(self, name) for name in SIGNALS}
 
+    def others(self) -> Mapping[str, Signal]:
+        """The specs of what is optional, in their order."""
+        return {name: getattr(self, name) for name in OTHER_SIGNALS}
+
     def families(self) -> frozenset[str]:
         """All families that the specs use."""
-        specs = (spec for signal in (*self.signals().values(), self.work, self.lora) for spec in signal)
+        specs = (spec for signal in (*self.signals().values(), *self.others().values()) for spec in signal)
         return frozenset(one.family for spec in specs for one in _parts(spec))
 
 
@@ -90,7 +106,9 @@ _TRITON_BLOCKS = "nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type=%s}"
 
 ENGINES: Mapping[str, EngineTable] = {
     "vllm": EngineTable(
-        waiting=_signal("vllm:num_requests_waiting"),
+        # Deferred ones wait for an adapter's place, the KV of a prefill or a grammar.
+        waiting=_signal("vllm:num_requests_waiting_by_reason{reason=capacity}", "vllm:num_requests_waiting"),
+        deferred=_signal("vllm:num_requests_waiting_by_reason{reason=deferred}"),
         running=_signal("vllm:num_requests_running"),
         # A share 0..1 in spite of its name; older versions (0.8.5) have gpu_cache_usage_perc.
         kv_utilization=_signal("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
@@ -99,6 +117,9 @@ ENGINES: Mapping[str, EngineTable] = {
         # Each data-parallel rank's series has the sum over all ranks (v1/engine/core_client.py adds them up before the
         # metrics are made; recorded: two ranks of 60 blocks both report 120), so these must not be added again.
         each_series_is_total=True,
+        # Of each rank: what fits of requests of the greatest length. Of hybrid models block_size is the least of
+        # several groups of layers, and a token takes blocks of each.
+        kv_tokens=_signal("vllm:cache_config_info", label="kv_cache_size_tokens"),
         work=_signal("vllm:iteration_tokens_total_sum", "vllm:generation_tokens_total"),
         lora=_signal("vllm:lora_requests_info"),
         # From 0.11 on; older versions ignore the request. With data-parallel ranks 0.11 reports the first, later
@@ -114,7 +135,12 @@ ENGINES: Mapping[str, EngineTable] = {
     "sglang": EngineTable(
         waiting=_signal("sglang:num_queue_reqs"),
         running=_signal("sglang:num_running_reqs"),
-        kv_utilization=_signal("sglang:token_usage"),
+        # token_usage is the greatest of all pools: of hybrid models often that of sliding windows, or of Mamba.
+        kv_utilization=(
+            MetricRatio(MetricSpec.parse("sglang:kv_used_tokens"), MetricSpec.parse("sglang:max_total_num_tokens")),
+            *_signal("sglang:token_usage"),
+        ),
+        kv_tokens=_signal("sglang:max_total_num_tokens"),
         # Gauges since 0.5.11, labels in 0.5.9 and 0.5.10.
         block_size_tokens=_signal("sglang:page_size") + _signal("sglang:cache_config_info", label="page_size"),
         kv_blocks=_signal("sglang:num_pages") + _signal("sglang:cache_config_info", label="num_pages"),
@@ -132,6 +158,7 @@ ENGINES: Mapping[str, EngineTable] = {
         kv_utilization=_signal("trtllm_kv_cache_utilization"),
         block_size_tokens=_signal("trtllm_kv_cache_tokens_per_block"),
         kv_blocks=_signal("trtllm_kv_cache_max_blocks"),
+        slots=_signal("trtllm_max_num_active_requests"),
         prefix="trtllm_",
     ),
     "triton-tensorrt-llm": EngineTable(
@@ -145,6 +172,7 @@ ENGINES: Mapping[str, EngineTable] = {
         ),
         block_size_tokens=_signal(_TRITON_BLOCKS % "tokens_per"),
         kv_blocks=_signal(_TRITON_BLOCKS % "max"),
+        slots=_signal("nv_trt_llm_request_metrics{request_type=max}"),
         prefix="nv_trt_llm_",
     ),
     "llamacpp": EngineTable(
@@ -152,6 +180,14 @@ ENGINES: Mapping[str, EngineTable] = {
         running=_signal("llamacpp:requests_processing"),
         work=_signal("llamacpp:n_decode_total"),  # each step; its counters of tokens move only when requests end
         prefix="llamacpp:",  # it exposes nothing of its cache any more
+    ),
+    "lmdeploy": EngineTable(
+        waiting=_signal("lmdeploy:num_requests_waiting"),
+        also_waiting=_signal("lmdeploy:num_api_requests_waiting"),  # in its API server, before the engine has them
+        running=_signal("lmdeploy:num_requests_running"),
+        kv_utilization=_signal("lmdeploy:gpu_cache_usage_perc"),
+        work=_signal("lmdeploy:iteration_tokens_total_sum", "lmdeploy:generation_tokens_total"),
+        prefix="lmdeploy:",
     ),
     LBPROXY: EngineTable(  # another one behind this one; on its admin listener, so by default it is not scraped
         waiting=_signal("lbproxy_waiting_requests"),
@@ -218,6 +254,9 @@ def _with_settings(base: EngineTable, settings: EngineSettings) -> EngineTable:
         kv_utilization=_configured_or(settings.kv_utilization, base.kv_utilization),
         block_size_tokens=_configured_or(settings.block_size_tokens, base.block_size_tokens),
         kv_blocks=_configured_or(settings.kv_blocks, base.kv_blocks),
+        kv_tokens=base.kv_tokens if settings.kv_blocks is None and settings.block_size_tokens is None else (),
+        also_waiting=base.also_waiting if settings.queued is None else (),
+        deferred=base.deferred if settings.queued is None else (),
         work=_configured_or(settings.work, base.work),
         lora=_configured_or(settings.lora, base.lora),
         load_reports=base.load_reports if settings.load_reports is None else settings.load_reports,

@@ -7,9 +7,10 @@ The rules:
    page on which every signal is missing is a failed scrape: there is no new `LoadMetrics`, and the old one ages.
 2. A series matches if it has all wanted labels with those values; more labels are allowed. Names match exactly.
 3. Of several series, those with a `priority` other than "" are parts of the total and left out; of those with
-   timestamps the newest count; of a series that occurs twice the last value counts. Then requests and blocks are summed
-   over series (data-parallel ranks, several models), and utilisation is averaged, weighted by blocks if the blocks of
-   every series are known.
+   timestamps the newest count; of a series that occurs twice the last value counts; of series that differ in ranks that
+   do not divide the load (tensor, pipeline, expert, context: `_without_copies`) the first rank's. Then requests and
+   blocks are summed over series (data-parallel ranks, several models), and utilisation is averaged, weighted by blocks
+   if the blocks of every series are known.
 4. A value that is NaN, infinite, negative or above 1e9 counts as missing. Utilisation is clamped to 0..1.
 
 A missing value is kept from an earlier page, and ages. A gauge is kept until it is `keep_s` old; then it is None, which
@@ -38,11 +39,14 @@ endpoints."""
 MAX_LORA_FUTURE_S = 60.0
 """vLLM's LoRA gauge is a time. With several API servers the times are added up and lie far in the future: such a series
 is ignored. Clocks may differ by this much."""
+_TOTALS = ("deferred", "kv_tokens", "slots")
+"""What is optional and summed over series."""
 STARTED = "process_start_time_seconds"
 """Prometheus' convention for client libraries."""
 MAX_LORA = "max_lora"
 """Named in `Reading.missing` if adapters are reported, but not how many fit."""
-_FACTS = frozenset({"block_size_tokens", "kv_blocks"})
+_FACTS = frozenset({"block_size_tokens", "kv_blocks", "kv_tokens", "slots"})
+_DIVIDING = frozenset({"dp_rank", "data_parallel_rank"})
 MAX_SHARED = 128
 """Samples beside those of ranks that are of all of them, and are read for each."""
 MAX_RANKS = 64
@@ -95,7 +99,7 @@ class PageReader:
 
         `scraped_at`: when the page was requested. `wall_time`: now, in seconds since the epoch.
         """
-        samples = self._scanner.scan(page, self._known)
+        samples = _without_copies(self._table, self._scanner.scan(page, self._known))
         reading = self._read(samples, scraped_at, wall_time)
         if reading.metrics is None:
             return reading
@@ -126,15 +130,17 @@ class PageReader:
         if all(value is None for value in values.values()):
             return Reading(None, tuple(missing))
         started_at = _started_at(samples)
-        self.is_single = started_at is not None and _count(self._table.waiting, samples) <= 1
+        self.is_single = started_at is not None and _count(self._table.running, samples) <= 1
         if started_at is not None and started_at != self._started_at:
             self._started_at = started_at
             self._kept.clear()
+        values |= {name: _total(_first(getattr(self._table, name), samples)[1]) for name in _TOTALS}
         for name, value in values.items():
             if value is not None:
                 self._kept[name] = value, scraped_at
         block_size_tokens = self._kept_value("block_size_tokens", scraped_at)
         kv_blocks = self._kept_value("kv_blocks", scraped_at)
+        stated, slots = self._kept_value("kv_tokens", scraped_at), self._kept_value("slots", scraped_at)
         metrics = LoadMetrics(
             scraped_at=scraped_at,
             waiting=self._kept_value("waiting", scraped_at),
@@ -142,6 +148,9 @@ class PageReader:
             kv_utilization=self._kept_value("kv_utilization", scraped_at),
             block_size_tokens=None if block_size_tokens is None else int(block_size_tokens),
             kv_blocks=None if kv_blocks is None else int(kv_blocks) // self._blocks_of,
+            stated_tokens=int(stated) if stated else None,
+            deferred=self._kept_value("deferred", scraped_at),
+            slots=int(slots) if slots else None,
             work=_work(self._table.work, samples),
             lora=lora,
             started_at=started_at,
@@ -151,6 +160,28 @@ class PageReader:
     def _kept_value(self, name: str, now: float) -> float | None:
         value, shown_at = self._kept.get(name, (None, now))
         return value if name in _FACTS or now - shown_at <= self._keep_s else None
+
+
+def _without_copies(table: EngineTable, samples: Samples) -> Samples:
+    """The samples without copies: each scheduler of a tensor-parallel group says the same, and so do those of pipeline,
+    expert and context parallelism. Only data-parallel ranks divide the load.
+    """
+    return {family: _first_ranks(table, series) if len(series) > 1 else series for family, series in samples.items()}
+
+
+def _first_ranks(table: EngineTable, series: list[Sample]) -> list[Sample]:
+    names = {name for one in (series[0], series[-1]) for name in one.labels if name.endswith("_rank")}
+    copies = sorted(names - _DIVIDING - {table.rank_label})
+    if not copies:
+        return series
+    kept: dict[tuple[tuple[str, str], ...], tuple[list[tuple[int, str]], Sample]] = {}
+    for one in series:
+        key = tuple((name, value) for name, value in one.labels.items() if name not in copies)
+        place = [(len(rank), rank) for rank in (one.labels.get(name, "") for name in copies)]
+        known = kept.get(key)
+        if known is None or place <= known[0]:
+            kept[key] = place, one
+    return [one for _, one in kept.values()]
 
 
 def rank_labels(table: EngineTable, samples: Samples) -> Sequence[str]:
@@ -205,7 +236,7 @@ def _signals(table: EngineTable, samples: Samples) -> dict[str, float | None]:
     """The value of each of `SIGNALS` on the page."""
     _, blocks = _first(table.kv_blocks, samples)
     return {
-        "waiting": _total(_first(table.waiting, samples)[1]),
+        "waiting": _total(_first(table.waiting, samples)[1], _first(table.also_waiting, samples)[1]),
         "running": _total(_first(table.running, samples)[1]),
         "kv_utilization": _utilization(table, samples, blocks),
         "block_size_tokens": _agreed(_first(table.block_size_tokens, samples)[1]),
@@ -280,8 +311,8 @@ def _matching_values(series: Sequence[Value], others: Sequence[Value], pinned: C
 # --- From the series that count to one value --------------------------------------------------------------------------
 
 
-def _total(series: Sequence[Value]) -> float | None:
-    return sum(one.value for one in series) if series else None
+def _total(series: Sequence[Value], more: Sequence[Value] = ()) -> float | None:
+    return sum(one.value for one in (*series, *more)) if series else None
 
 
 def _agreed(series: Sequence[Value]) -> float | None:

@@ -347,8 +347,8 @@ class LoadModel:
         current.
         """
         kv = self.kv
-        if metrics.kv_blocks and metrics.block_size_tokens:
-            kv.size_reported(float(metrics.kv_blocks * metrics.block_size_tokens))
+        if metrics.kv_tokens:
+            kv.size_reported(float(metrics.kv_tokens))
         if metrics.started_at is not None:
             if metrics.started_at != kv.started_at and (kv.started_at is not None or kv.is_restored):
                 self.restarted()

@@ -65,11 +65,12 @@ def metrics(page: str, table: EngineTable = TABLE, earlier: Iterable[tuple[float
 
 
 def of_page(name: str, engine: str) -> Reading:
-    """Of the server, without its counter of work, which the expected load of so many pages would only repeat."""
+    """Of the server, without what is optional, which the expected load of so many pages would only repeat."""
     got = PageReader(ENGINES[engine], keep_s=0.0).read(recorded(name), scraped_at=5.0, wall_time=WALL_TIME)
     if got.metrics is None:
         return got
-    return Reading(dataclasses.replace(got.metrics, work=None), got.missing)
+    bare = dataclasses.replace(got.metrics, work=None, stated_tokens=None, deferred=None, slots=None)
+    return Reading(bare, got.missing)
 
 
 @pytest.mark.parametrize(
@@ -133,15 +134,15 @@ FIRST, SECOND = 1.79522408092e09, 1.79522494123e09
         ("vllm-0.32.0-idle-after-requests", load(0.0, 0.0, 0.0, 32, 100, lora=lora(), started_at=FIRST)),
         (
             "vllm-0.32.0-load-lora-t0",
-            load(16.0, 8.0, 0.8080808080808081, 32, 100, lora=lora("a", "b"), started_at=FIRST),
+            load(14.0, 8.0, 0.8080808080808081, 32, 100, lora=lora("a", "b"), started_at=FIRST),
         ),
         (
             "vllm-0.32.0-load-lora-t1",
-            load(8.0, 8.0, 0.7272727272727273, 32, 100, lora=lora("b", "c"), started_at=FIRST),
+            load(7.0, 8.0, 0.7272727272727273, 32, 100, lora=lora("b", "c"), started_at=FIRST),
         ),
         (
             "vllm-0.32.0-load-lora-t2",
-            load(2.0, 6.0, 0.5454545454545454, 32, 100, lora=lora("a", "b"), started_at=FIRST),
+            load(0.0, 6.0, 0.5454545454545454, 32, 100, lora=lora("a", "b"), started_at=FIRST),
         ),
         ("vllm-0.32.0-after-prefix-hit", load(0.0, 0.0, 0.0, 32, 100, lora=lora(), started_at=FIRST)),
         ("vllm-0.32.0-load-lora-t3", load(0.0, 2.0, 0.18181818181818177, 32, 100, lora=lora("c"), started_at=FIRST)),
@@ -157,9 +158,11 @@ def test_vllm(name: str, expected: LoadMetrics) -> None:
     ("name", "expected"),
     [
         ("sglang-0.5.23-idle", load(0.0, 0.0, 0.0, 16, 256)),
-        ("sglang-0.5.23-load", load(1.0, 15.0, 0.88, 16, 256)),
-        ("sglang-0.5.23-after-prefix-hit", load(0.0, 0.0, 0.06, 16, 256)),
+        ("sglang-0.5.23-load", load(1.0, 15.0, 0.87890625, 16, 256)),
+        ("sglang-0.5.23-after-prefix-hit", load(0.0, 0.0, 0.05859375, 16, 256)),
         ("documented/sglang-0.5.10", load(9.0, 6.0, 0.75, 64, 512)),
+        ("documented/sglang-hybrid", load(0.0, 4.0, 0.25, 1, 200_000)),  # not .95, that of sliding windows
+        ("documented/sglang-dp2-pp2-tp4", load(2.0, 6.0, 0.5, 16, 512)),  # 6 run, not the sum of 16 schedulers
     ],
 )
 def test_sglang(name: str, expected: LoadMetrics) -> None:
@@ -172,6 +175,7 @@ def test_sglang(name: str, expected: LoadMetrics) -> None:
     [
         ("documented/trtllm-serve", "trtllm-serve", load(2.0, 7.0, 0.5, 32, 2000)),
         ("documented/triton-tensorrt-llm", "triton-tensorrt-llm", load(3.0, 8.0, 0.4, 64, 4000)),
+        ("documented/lmdeploy-0.18", "lmdeploy", load(8.0, 6.0, 0.75, None, None)),
         ("llama.cpp-b11434-idle", "llamacpp", load(0.0, 0.0, None, None, None)),
         ("llama.cpp-b11434-load", "llamacpp", load(3.0, 2.0, None, None, None)),
     ],
@@ -179,6 +183,68 @@ def test_sglang(name: str, expected: LoadMetrics) -> None:
 def test_other_engines(name: str, engine: str, expected: LoadMetrics) -> None:
     """Triton's two models: 0.5 of 3,000 blocks and 0.1 of 1,000 are 0.4 of 4,000."""
     assert of_page(name, engine) == Reading(expected, ())
+
+
+@pytest.mark.parametrize(
+    ("name", "engine", "deferred", "slots", "kv_tokens"),
+    [
+        ("vllm-0.32.0-load-lora-t0", "vllm", 2.0, None, 3200),
+        ("vllm-0.32.0-dp2-load", "vllm", 0.0, None, 120 * 32),  # 1,920 of each rank
+        ("documented/vllm-dp2-hybrid", "vllm", 7.0, None, 2 * 204_800),  # not 9,000 blocks of 4
+        ("documented/vllm-0.8.5", "vllm", None, None, 27_000 * 16),
+        ("sglang-0.5.23-load", "sglang", None, None, 4096),
+        ("documented/sglang-hybrid", "sglang", None, None, 200_000),
+        ("documented/sglang-dp2-pp2-tp4", "sglang", None, None, 2 * 4096),
+        ("documented/trtllm-serve", "trtllm-serve", None, 64, 64_000),
+        ("documented/triton-tensorrt-llm", "triton-tensorrt-llm", None, 1024, 4000 * 64),
+    ],
+)
+def test_what_else_is_read_where_it_is(
+    name: str, engine: str, deferred: float | None, slots: int | None, kv_tokens: int | None
+) -> None:
+    got = PageReader(ENGINES[engine], keep_s=0.0).read(recorded(name), scraped_at=5.0, wall_time=WALL_TIME).metrics
+    assert got is not None
+    assert (got.deferred, got.slots, got.kv_tokens) == (deferred, slots, kv_tokens)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "stated", "tokens"),
+    [
+        (None, None, None),
+        (None, 5000, 5000),
+        (100, None, 1600),
+        (100, 1599, 1600),  # what a block of the longest request explains
+        (100, 1521, 1600),
+        (100, 1519, 1519),
+        (100, 1681, 1681),
+    ],
+)
+def test_the_size_that_a_page_states_counts_where_blocks_do_not_explain_it(
+    blocks: int | None, stated: int | None, tokens: int | None
+) -> None:
+    got = LoadMetrics(scraped_at=0.0, kv_blocks=blocks, block_size_tokens=16, stated_tokens=stated)
+    assert got.kv_tokens == tokens
+
+
+def test_each_rank_has_the_size_that_it_states() -> None:
+    page = recorded("documented/vllm-dp2-hybrid")
+    got = PageReader(VLLM, keep_s=0.0).read(page, scraped_at=5.0, wall_time=WALL_TIME)
+    of_ranks = [(one.waiting, one.deferred, one.kv_tokens) for one in got.ranks]
+    assert of_ranks == [(2.0, 7.0, 204_800), (0.0, 0.0, 204_800)]
+    page = recorded("documented/sglang-dp2-pp2-tp4")
+    got = PageReader(ENGINES["sglang"], keep_s=0.0).read(page, scraped_at=5.0, wall_time=WALL_TIME)
+    assert [(one.waiting, one.running, one.kv_utilization, one.kv_tokens) for one in got.ranks] == [
+        (2.0, 4.0, 0.75, 4096),
+        (0.0, 2.0, 0.25, 4096),
+    ]
+
+
+@pytest.mark.parametrize("label", ["tp_rank", "pp_rank", "moe_ep_rank", "attn_cp_rank"])
+def test_of_ranks_that_do_not_divide_the_load_the_first_counts(label: str) -> None:
+    series = "".join(f'q{{{label}="{n}",m="{m}"}} {10 * m + (n == 2)}\n' for n in (10, 9, 2, 3) for m in (1, 2))
+    assert metrics(series).waiting == 11.0 + 21.0
+    for dividing in ("dp_rank", "data_parallel_rank", "engine"):
+        assert metrics(series.replace(label, dividing)).waiting == 11.0 + 21.0 + 3 * 30.0
 
 
 def test_triton_whose_labels_shifted_falls_back_to_the_ratio() -> None:
@@ -210,7 +276,7 @@ def test_new_name_wins_over_the_old_one() -> None:
 
 def test_signals_are_fields_of_load_metrics() -> None:
     fields = [field.name for field in dataclasses.fields(LoadMetrics)]
-    assert fields == ["scraped_at", *SIGNALS, "work", "lora", "started_at"]
+    assert fields == ["scraped_at", *SIGNALS, "stated_tokens", "deferred", "slots", "work", "lora", "started_at"]
     assert set(SIGNALS) <= {field.name for field in dataclasses.fields(EngineTable)}
 
 
