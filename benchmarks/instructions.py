@@ -243,7 +243,7 @@ class Balancing:
         self.frames = iter([_frames(sending, number) for number in range(WARM + COUNTED)])
 
     def _make_plane(self, parts: Parts) -> WorkersPlane:
-        plane = WorkersPlane(parts, "", "", 1)
+        plane = WorkersPlane(parts, "", "", 1, begins=True)
         self.server = plane.server
         return plane
 

@@ -66,7 +66,7 @@ from lbproxy.core.replicas.journal import Journal
 from lbproxy.core.replicas.peers import Peers
 from lbproxy.core.requests.openai import ModelCard
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.core.requests.request import DECODE, InferenceRequest, Usage
+from lbproxy.core.requests.request import DECODE, MAX_TIER, InferenceRequest, Usage
 from lbproxy.core.requests.retry import FailureKind, Retries, Verdict
 from lbproxy.core.restarts import Restarts
 from lbproxy.core.scaling.advice import Advice
@@ -200,11 +200,11 @@ class Balancer:
         """
         state = self._endpoints.get(uid)
         assert state is not None
-        ticket = Ticket(request._replace(open_ended=True), now, now, frozenset())
+        ticket = Ticket(request._replace(open_ended=True, max_tier=MAX_TIER), now, now, frozenset())  # it runs there
         ticket.flow = flow = self._flows.of(request.flow, now)
-        flow.active, ticket.counts_in_flow = flow.active + 1, True
         ticket.counted, ticket.response_tokens = told_tokens is not None, told_tokens or 0
         self._place(ticket, Answer(state), state, now)
+        flow.active, ticket.counts_in_flow = flow.active + 1, True
         if began:
             self.first_byte(ticket, now=now)
         return ticket
@@ -301,7 +301,7 @@ class Balancer:
             self._dispatcher.wake_all()
         waiting, overloaded = (ticket.request.model for ticket in self._queue), self._queue.overload.is_lasting
         learns = self._pool is not None
-        self._placing.advice.look(self._endpoints.members(), waiting, now, learns=learns, overloaded=overloaded)
+        self._placing.advice.look(self._endpoints, waiting, now, learns=learns, overloaded=overloaded)
         return stranding
 
     def is_stranded(self, ticket: Ticket, *, now: float) -> bool:

@@ -110,7 +110,13 @@ class Balancing:
             await self._proxy.close()
 
     def _make_plane(self, parts: Parts) -> WorkersPlane:
-        self._plane = plane = WorkersPlane(parts, self._start.path, self._start.url, self._start.workers)
+        self._plane = plane = WorkersPlane(
+            parts,
+            self._start.path,
+            self._start.url,
+            self._start.workers,
+            begins=not (self._start.generation or self._start.succeeds),
+        )
         plane.server.succession.lost.log = self._log.ended
         return plane
 

@@ -20,11 +20,17 @@ from lbproxy.workers.server import Session, WorkerServer
 class WorkersFront:
     """What is shown of the workers' front ends: see control.admin.state.Front."""
 
-    def __init__(self, server: WorkerServer, url: str) -> None:
-        self._server = server
-        self.url: str | None = url
+    def __init__(self, server: WorkerServer, url: str, least: int) -> None:
+        """`least`: so many workers are there before any is said to be."""
+        self._server, self._url, self._least = server, url, least
         self.draining = False
         """Workers take no more requests. Set by the owner, which the supervisor tells."""
+
+    @property
+    def url(self) -> str | None:
+        """Where clients reach them; None: none accepts connections, or not all that are to begin together."""
+        server = self._server
+        return self._url if server.sessions and server.most_sessions >= self._least else None
 
     @property
     def running(self) -> int:
@@ -196,13 +202,15 @@ class WorkersPlane:
 
     sockets: Sequence[socket.socket] | None = None
 
-    def __init__(self, parts: Parts, path: str, url: str, count: int) -> None:
-        """`path`: where workers find this process. `url`: where clients find workers. `count`: of workers."""
+    def __init__(self, parts: Parts, path: str, url: str, count: int, *, begins: bool) -> None:
+        """`path`: where workers find this process. `url`: where clients find workers. `count`: of workers. `begins`:
+        none of them served before, nor those of another lbproxy in their place.
+        """
         self.server = WorkerServer(parts.runtime)
         parts.sinks.append(self.server)
         self._loads = parts.loads
-        self._path = path
-        self.front = WorkersFront(self.server, url)
+        self._path, self._url = path, url
+        self.front = WorkersFront(self.server, url, count if begins else 1)
         self.upstreams = Upstreams(self.server)
         self.workers = self.load = self.tracing = Totals(self.server, count)
         self.door = Connecting(self.workers)
@@ -231,9 +239,8 @@ class WorkersPlane:
 
     async def accept(self, sockets: Sequence[socket.socket]) -> str:
         """Workers accept; they find this process from now on."""
-        assert self.front.url is not None
         await self.server.listen(self._path)
-        return self.front.url
+        return self._url
 
     def stop_accepting(self) -> None:
         """Nothing: the supervisor tells the workers."""

@@ -371,6 +371,8 @@ class WorkerServer:
         """If it is another than that of the settings."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._ready = False
+        self.most_sessions = 0
+        """Workers that were there at one time, at most."""
         self._server: asyncio.Server | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -404,6 +406,7 @@ class WorkerServer:
             return
         self.succession.joined(session)
         self.sessions.append(session)
+        self.most_sessions = max(self.most_sessions, len(self.sessions))
         self.sessions.sort(key=lambda one: one.index)
         if self._ready:
             self._welcome(session)

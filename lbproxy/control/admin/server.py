@@ -54,6 +54,11 @@ class Drainable(Protocol):
     """What stops taking requests before it ends: the listener for clients."""
 
     @property
+    def url(self) -> str | None:
+        """Where clients reach it; None: it does not listen yet."""
+        ...
+
+    @property
     def draining(self) -> bool:
         """It takes no more."""
         ...
@@ -215,12 +220,12 @@ class Admin:
         response.headers["Server"] = SERVER  # aiohttp would tell its version and Python's
 
     async def _readyz(self, _: web.Request) -> web.Response:
-        """200 while a client's request would find an endpoint."""
+        """200 while a client finds lbproxy, and its request an endpoint."""
         endpoints = self._runtime.snapshot().endpoints
         counts = Counter(one.health for one in endpoints)
         serving = sum(one.serving for one in endpoints)
         draining = self._front.draining
-        ready = serving > 0 and not draining
+        ready = serving > 0 and not draining and self._front.url is not None
         facts = {
             "ready": ready,
             "draining": draining,

@@ -32,8 +32,10 @@ RECENT_TRANSITIONS = 20
 class Front(Protocol):
     """The listener for clients, which stops taking requests before it ends."""
 
-    url: str | None
-    """Where clients reach it; None: it does not listen yet."""
+    @property
+    def url(self) -> str | None:
+        """Where clients reach it; None: it does not listen yet."""
+        ...
 
     @property
     def draining(self) -> bool:

@@ -100,7 +100,7 @@ class SleepDriver:
         state = await calls.ask_state(endpoint, self._connections)
         if not state.heard:
             return
-        self._sleepers.reported(endpoint.uid, state.asleep, asked_at=asked_at, now=self._runtime.now())
+        self._sleepers.reported(endpoint.base_url, state.asleep, asked_at=asked_at, now=self._runtime.now())
         self._tell()
         if state.asleep is not None:
             self._warned.discard(endpoint.uid)
@@ -110,15 +110,11 @@ class SleepDriver:
             extra = {"event": "sleep", "endpoint": endpoint.server}
             logger.warning(text, endpoint.server, state.reason, extra=extra)
 
-    def _endpoint(self, uid: EndpointUid) -> Endpoint | None:
-        state = self._balancer.endpoints.get(uid)
-        return None if state is None else state.endpoint
-
     async def _carry_out(self, order: Order) -> None:
-        endpoint, problem = self._endpoint(order.uid), "the call was not completed"
+        endpoint = self._sleepers.endpoint_at(order.url)
         if endpoint is None:
             return
-        done: str | None = problem
+        done: str | None = "the call was not completed"
         try:
             done = await self._call(order, endpoint)
         finally:
@@ -126,7 +122,7 @@ class SleepDriver:
             if len(self.results) > MAX_COUNTS:
                 self.results.clear()
             self.results[endpoint.server, order.task.value, result] += 1
-            self._sleepers.ended(order.uid, order.task, done, now=self._runtime.now())
+            self._sleepers.ended(order.url, order.task, done, now=self._runtime.now())
             self._tell()
 
     async def _call(self, order: Order, endpoint: Endpoint) -> str | None:
@@ -136,9 +132,9 @@ class SleepDriver:
             assert endpoint.sleep is not None
             assert endpoint.sleep.cold_start is not None
             return await calls.start(endpoint, endpoint.sleep.cold_start, order.model, order.waiting, self._connections)
-        beside = [one for uid in self._sleepers.beside(order.uid) if (one := self._endpoint(uid)) is not None]
+        beside = self._sleepers.beside(order.url)
         await asyncio.gather(*(self._ask(one) for one in beside if one.sleep is not None and one.sleep.wake))
-        if not self._sleepers.may_wake(order.uid):
+        if not self._sleepers.may_wake(order.url):
             return "another endpoint of its host is awake"
         return await calls.wake(endpoint, self._connections)
 

@@ -108,6 +108,8 @@ class EndpointSet:
         self._states: dict[EndpointUid, EndpointState] = {}
         self.by_key: dict[str, EndpointState] = {}
         """The members by `Endpoint.key`."""
+        self.lists_version = 0
+        """Changes whenever members do, or the models that one lists."""
         self._leaving: list[EndpointState] = []
         self._last_uid = first_uid
         self._unavailable: tuple[tuple[Endpoint, str], ...] = ()
@@ -222,6 +224,7 @@ class EndpointSet:
                 state.load.pool.index.leave(state.load.kv.cache)
         self._leaving = [state for state in [*self._leaving, *removed] if state.in_flight]
         self._states = states
+        self.lists_version += 1
         self.by_key = {state.endpoint.key: state for state in states.values()}
         relate_ranks(states.values())
         self._assign_roles()
@@ -235,7 +238,7 @@ class EndpointSet:
         self._last_uid += 1
         state = EndpointState(with_uid(spec, EndpointUid(self._last_uid)), models=configured_models(spec))
         if like is not None:
-            state.models = like.models
+            state.models, state.draining = like.models, like.draining
             state.reported_cache_tokens, state.cache_tokens_at_most = (
                 like.reported_cache_tokens,
                 like.cache_tokens_at_most,
@@ -377,6 +380,7 @@ class EndpointSet:
             if state.endpoint.models is not None:
                 return
             before, state.models = state.models, models
+            self.lists_version += before is not models
             if self._pool is not None and models is not None:
                 state.load.adapters.retain(models)
             if served_by(before) != served_by(models):

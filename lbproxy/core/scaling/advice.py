@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many endpoints each model should have, kept steady; and how long its requests wait, and how much room is left.
 
-`Advice.look` is called once a second. A higher number counts at once, a lower one when it has been enough for the whole
-`window`, with a tenth more load than there is. Unknown is what there is now, and where no request came for the
-whole window, 0. Endpoints that are down, ejected, draining or asleep do nothing, so they do not count; nor do those
-above tier 1, as what overflows to them is what more endpoints are for.
+`Advice.look` is called once a second, and looks at all groups of models, or if there are many at some. A higher number
+counts at once, a lower one when it has been enough for the whole `window`, with a tenth more load than there is.
+Unknown is what there is now, and where no request came for the whole window, 0. Endpoints that are down, ejected,
+draining or asleep do nothing, so they do not count; nor do those above tier 1, as what overflows to them is what more
+endpoints are for.
 
 It owns the demand and what is read of it. A model is forgotten `FORGET_S` after the last endpoint that listed it.
 """
@@ -13,14 +14,15 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, islice
 from math import inf
 from typing import Final, NamedTuple
 
 from lbproxy.core.capacity.room import HOLD_MS
 from lbproxy.core.endpoints.endpoint import EndpointUid
+from lbproxy.core.endpoints.endpoint_set import EndpointSet
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.state import EndpointState
-from lbproxy.core.requests.openai import ModelCard
 from lbproxy.core.scaling.capacity import Load, endpoints_for
 from lbproxy.core.scaling.demand import Demand
 from lbproxy.core.scaling.gauges import gauges_of, used_tokens
@@ -36,7 +38,10 @@ MAX_GROWTH: Final = 4
 """Times as many endpoints as there are, at most."""
 FORGET_S: Final = 3600.0
 SAMPLE: Final = 100
-"""Endpoints whose gauges are read in one look, about: of more each time others, so that a look takes 2 ms."""
+"""Endpoints of a group whose gauges are read in one look, about: of more each time others."""
+GROUPS: Final = 40
+"""Groups that are looked at, likewise, of at most twice as many endpoints; and as many groups for which requests wait.
+So a look takes 2 ms."""
 _SERVING: Final = frozenset({Health.UP, Health.HALF_OPEN})
 
 
@@ -59,29 +64,37 @@ class ModelScaling(NamedTuple):
     """Share of the endpoints' capacity that is left, 0..1; None: as above."""
 
 
-class _Listing(NamedTuple):
-    """What an endpoint lists."""
-
-    cards: Mapping[str, ModelCard]
-    names: frozenset[str]
-    base: frozenset[str]
-    """Those that are no adapters."""
-
-
 class _Group:
     """Models on the same endpoints."""
 
-    def __init__(self, now: float) -> None:
+    def __init__(self) -> None:
         self.models: frozenset[str] = frozenset()
         self.base: frozenset[str] = frozenset()
-        self.looked_at = self.listed_at = now
+        """Those that are no adapters."""
+        self.states: Sequence[EndpointState] = ()
+        self.streamed: dict[EndpointUid, int] = {}
+        """Tokens that each had streamed at the last look."""
+        self.looked_at: float | None = None
+        self.listed_at = 0.0
+        """When an endpoint listed them, last."""
         self.readings = Readings()
         self.enough: deque[tuple[float, int, bool]] = deque()
         """When how many endpoints were enough, and whether that was computed: falling numbers."""
-        self.busy_at = now
+        self.busy_at = 0.0
         """When there was demand for the last time, or the first look."""
         self.last = 1
         """What was recommended last."""
+
+    def look(self, now: float) -> tuple[float, int]:
+        """How long ago the last look was, 0 = never, and the tokens that were streamed since."""
+        for_s = 0.0 if self.looked_at is None else now - self.looked_at
+        if self.looked_at is None:
+            self.busy_at = now
+        before, self.looked_at = self.streamed, now
+        if self.states:
+            self.listed_at = now
+        self.streamed = {one.endpoint.uid: one.tokens_streamed for one in self.states}
+        return for_s, sum(tokens - before.get(uid, tokens) for uid, tokens in self.streamed.items())
 
 
 class Advice:
@@ -89,88 +102,84 @@ class Advice:
 
     def __init__(self, target_s: float, window_s: float) -> None:
         self.demand = Demand()
-        self.models: list[ModelScaling] = []
-        """In the order of their names."""
         self._target_s, self._window_s = target_s, window_s
-        self._looked_at: float | None = None
         self._looks = 0
+        self._version = -1
+        """Of the lists by which groups were made."""
         self._groups: dict[str, _Group] = {}
         """By model: the models of a group have the same."""
-        self._listings: dict[EndpointUid, _Listing] = {}
-        self._streamed: dict[EndpointUid, int] = {}
+        self._order: list[_Group] = []
+        """Each group once."""
+        self._step = 1
+        """In so many looks each is looked at."""
+        self._found: dict[str, ModelScaling] = {}
+        self._queued: set[str] = set()
+        """Models of requests that waited at the last look."""
         self._overloaded = False
         """See `LoadModel.full_by`, as of the latest look."""
+
+    @property
+    def models(self) -> list[ModelScaling]:
+        """What was found of each model last, in the order of their names."""
+        return sorted(self._found.values())
 
     def reconfigure(self, target_s: float, window_s: float) -> None:
         """Apply other settings."""
         self._target_s, self._window_s = target_s, window_s
 
     def look(
-        self,
-        members: Iterable[EndpointState],
-        waiting: Iterable[str | None],
-        now: float,
-        *,
-        learns: bool,
-        overloaded: bool,
+        self, endpoints: EndpointSet, waiting: Iterable[str | None], now: float, *, learns: bool, overloaded: bool
     ) -> None:
         """Look at all endpoints and at the models of the requests that wait. `learns`: the policy does. `overloaded`:
         see `LoadModel.full_by`.
         """
         self._overloaded = overloaded
-        for_s = 0.0 if self._looked_at is None else now - self._looked_at
-        self._looked_at, self._looks = now, self._looks + 1
+        if endpoints.lists_version != self._version:
+            self._version = endpoints.lists_version
+            self._group_anew(endpoints.members(), now)
         queued = Counter(model for model in waiting if model is not None)
-        found = list[ModelScaling]()
-        listed = [(state, self._listing(state)) for state in members if state.models and state.endpoint.tier == 1]
-        streamed, self._streamed = self._streamed, {state.endpoint.uid: state.tokens_streamed for state, _ in listed}
-        self._listings = {state.endpoint.uid: listing for state, listing in listed}
-        for names, base, states in _sets(listed):
+        due = dict.fromkeys(self._order[self._looks % self._step :: self._step])
+        self._looks += 1
+        for model in islice(chain(queued, self._queued), GROUPS):
+            if model in self._groups:
+                due[self._groups[model]] = None
+        self._queued = set(islice(queued, GROUPS))
+        for group in due:
+            for one in self._look_at(group, queued, now, learns=learns):
+                self._found[one.model] = one
+            if not group.states and now - group.listed_at > FORGET_S:
+                self._version = -1  # it is forgotten with the next look
+
+    def _group_anew(self, members: Iterable[EndpointState], now: float) -> None:
+        """Make the groups of models that stand on the same endpoints now. One that has changed goes on with what is
+        known of one of its models.
+        """
+        before = self._order
+        for group in before:
+            group.states = ()
+        order: dict[_Group, None] = {}
+        for names, base, states in _sets([one for one in members if one.models and one.endpoint.tier == 1]):
             self.demand.know(sorted(names))
-            group = self._group(names, now)
-            group.base, group.looked_at, group.listed_at = base, now, now
-            tokens = sum(one.tokens_streamed - streamed.get(one.endpoint.uid, one.tokens_streamed) for one in states)
-            found += self._look_at(group, states, tokens, queued, for_s, learns=learns)
-        for group in {id(one): one for one in self._groups.values() if one.looked_at < now}.values():
-            group.looked_at = now
-            found += self._look_at(group, (), 0, queued, for_s, learns=learns)
-        self._forget_the_gone(now)
-        self.models = sorted(found)
-
-    def _listing(self, state: EndpointState) -> _Listing:
-        """What it lists, read again only if it lists something else."""
-        known, cards = self._listings.get(state.endpoint.uid), state.models
-        assert cards is not None
-        if known is not None and known.cards is cards:
-            return known
-        return _Listing(cards, frozenset(cards), frozenset(name for name, one in cards.items() if one.parent is None))
-
-    def _group(self, names: frozenset[str], now: float) -> _Group:
-        """The group of these models. One that has changed goes on with what is known of one of its models."""
-        group = next((self._groups[name] for name in sorted(names) if name in self._groups), None) or _Group(now)
-        if group.models != names:
-            group.models = names
-            self._groups |= {name: group for name in names if name in self.demand.models}
-        return group
-
-    def _forget_the_gone(self, now: float) -> None:
+            group = next((self._groups[name] for name in sorted(names) if name in self._groups), None) or _Group()
+            group.models, group.base, group.states, group.listed_at = names, base, states, now
+            counted = {name: group for name in names if name in self.demand.models}
+            self._groups |= counted
+            if counted:
+                order[group] = None
+        gone = [one for one in before if one not in order and now - one.listed_at <= FORGET_S]
+        self._order = [*order, *gone]
+        sampled = sum(min(SAMPLE, len(one.states)) for one in order)
+        self._step = 1 + max(len(self._order) // GROUPS, sampled // (2 * SAMPLE))
+        kept = set(self._order)
         for name, group in list(self._groups.items()):
-            if name not in group.models or now - group.listed_at > FORGET_S:
+            if group not in kept or name not in group.models:
                 del self._groups[name], self.demand.models[name]
+        self._found = {name: one for name, one in self._found.items() if name in self._groups}
 
-    def _look_at(
-        self,
-        group: _Group,
-        states: Sequence[EndpointState],
-        streamed: int,
-        queued: Mapping[str, int],
-        for_s: float,
-        *,
-        learns: bool,
-    ) -> list[ModelScaling]:
-        """One group; its models that are no adapters. `streamed`: tokens since the last look."""
-        now = group.looked_at
-        usable = [state for state in states if _takes_requests(state)]
+    def _look_at(self, group: _Group, queued: Mapping[str, int], now: float, *, learns: bool) -> list[ModelScaling]:
+        """One group; its models that are no adapters."""
+        for_s, streamed = group.look(now)
+        usable = [state for state in group.states if _takes_requests(state)]
         step = 1 + len(usable) // SAMPLE
         sample = usable[self._looks % step :: step]
         waiting = sum(queued.get(model, 0) for model in group.models) if queued else 0
@@ -228,26 +237,29 @@ def _enough(readings: Readings, load: Load, count: int, target_s: float) -> int 
 
 
 def _sets(
-    listed: Sequence[tuple[EndpointState, _Listing]],
+    listed: Iterable[EndpointState],
 ) -> list[tuple[frozenset[str], frozenset[str], list[EndpointState]]]:
     """Endpoints by the models that they list, all and those that are no adapters: those with one in common belong
     together.
     """
-    alike: dict[frozenset[str], tuple[frozenset[str], list[EndpointState]]] = {}
-    for state, listing in listed:
-        alike.setdefault(listing.names, (listing.base, []))[1].append(state)
-    sets: list[tuple[frozenset[str], frozenset[str], list[EndpointState]]] = []
-    for names, (base, members) in alike.items():
-        joined = [(names, base, members), *(one for one in sets if one[0] & names)]
-        sets = [one for one in sets if not one[0] & names]
-        sets.append(
-            (
-                frozenset[str]().union(*(one[0] for one in joined)),
-                frozenset[str]().union(*(one[1] for one in joined)),
-                [state for one in joined for state in one[2]],
-            )
-        )
-    return sets
+    alike: dict[frozenset[str], list[EndpointState]] = {}
+    for state in listed:
+        alike.setdefault(frozenset(state.models or ()), []).append(state)
+    sets: dict[int, list[frozenset[str]]] = {}
+    of_model: dict[str, int] = {}
+    """The set of each model."""
+    for number, names in enumerate(alike):
+        sets[number] = [names]
+        for other in {of_model[name] for name in names if name in of_model}:
+            sets[number] += sets.pop(other)
+        of_model |= {name: number for one in sets[number] for name in one}
+    found = []
+    for parts in sets.values():
+        states = [state for names in parts for state in alike[names]]
+        cards = {id(state.models): state.models for state in states if state.models is not None}.values()
+        base = frozenset(name for one in cards for name, card in one.items() if card.parent is None)
+        found.append((frozenset[str]().union(*parts), base, states))
+    return found
 
 
 def _takes_requests(state: EndpointState) -> bool:

@@ -114,6 +114,11 @@ class Server:
         return self.states[0].refused_connection
 
     @property
+    def has_memory(self) -> bool:
+        """Whether it may have the memory of its GPU: also if somebody has started it since the last look."""
+        return self.occupies or (self.phase in {Phase.UNKNOWN, Phase.OFF} and self.is_reachable)
+
+    @property
     def in_flight(self) -> int:
         """Our requests there, and those of other replicas."""
         return sum(state.in_flight + state.elsewhere for state in self.states)
@@ -139,9 +144,10 @@ class Server:
         self.sleeps.restore(durations.sleeps)
         self.starts.restore(durations.starts)
 
-    def lists(self, model: str | None) -> bool:
-        """Whether it serves a model; None: any. A server that lists none may serve all."""
-        return model is None or any(state.models is None or model in state.models for state in self.states)
+    @property
+    def models(self) -> set[str]:
+        """Those that it lists; with the empty name if it, or a rank, lists none and may serve all."""
+        return {name for state in self.states for name in (("",) if state.models is None else state.models)}
 
     def look(self, now: float) -> None:
         """See whether anything ran there since the last look, ours or others'."""
@@ -156,6 +162,13 @@ class Server:
         if busy or now_seen != self._seen or self.phase is not Phase.AWAKE:
             self.idle_since = now
         self._seen = now_seen
+
+    def may_fall_asleep(self, now: float) -> bool:
+        """Whether it is awake, and has been idle for as long as its settings say."""
+        after_s = self.spec.after_s
+        if after_s is None or self.phase is not Phase.AWAKE or self.retry_at > now:
+            return False
+        return now - self.idle_since >= after_s
 
     def is_idle(self, now: float) -> bool:
         """Whether nothing ran there for `IDLE_S`."""

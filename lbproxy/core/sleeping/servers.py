@@ -6,7 +6,7 @@ It is the owner of every `Server`, and the only one that moves it from phase to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Final
 
@@ -21,6 +21,7 @@ from lbproxy.core.sleeping.server import HELD, Server
 
 LEAVING: Final = frozenset({Phase.DRAINING, Phase.FALLING_ASLEEP})
 RISING: Final = frozenset({Phase.WAKING, Phase.STARTING})
+STEADY: Final = frozenset({Phase.AWAKE, Phase.ASLEEP, Phase.OFF, Phase.UNKNOWN})
 MAX_ABSENT: Final = 1024
 """Servers of which the durations are kept though they are not there; the ones that left first are dropped."""
 _DEFAULT: Final = HostSettings()
@@ -37,6 +38,13 @@ class Servers:
         self.hosts: Mapping[str, HostSettings] = {}
         self._endpoints, self._changed = endpoints, changed
         self._by_url: dict[str, Server] = {}
+        self._by_host: dict[str, list[Server]] = {}
+        self._by_model: dict[str, list[Server]] = {}
+        """Those that list a model; and those that list none, which may serve all, under the empty name."""
+        self._lists_version = -1
+        """For which `_by_model` is valid."""
+        self.moving: dict[str, Server] = {}
+        """By URL, those that are on their way from one phase to another, or that an operator wants to be."""
         self._absent: dict[str, Durations] = {}
         """By URL, of servers that are not there: they may come back, or be found later."""
 
@@ -66,6 +74,10 @@ class Servers:
             server.states, server.spec = states, spec
             self._by_url[url] = server
             self._show(server)
+        self._by_host, self.moving, self._lists_version = {}, {}, -1
+        for server in self:
+            self._by_host.setdefault(server.spec.host or "", []).append(server)
+            self.note(server)
         self._keep({url: server.durations for url, server in before.items() if url not in by_url})
 
     def durations(self) -> dict[str, Durations]:
@@ -89,16 +101,31 @@ class Servers:
         state = self._endpoints.get(uid)
         return None if state is None else self._by_url.get(state.endpoint.base_url)
 
+    def at(self, url: str) -> Server | None:
+        """The server at a URL; None if it left, or does not sleep."""
+        return self._by_url.get(url)
+
     def able(self, need: Need) -> list[Server]:
         """The servers that could meet a need."""
         if need.uid is not None:
             one = self.find(need.uid)
             return [] if one is None or (one.is_drained_by_operator and one.by_hand is None) else [one]
-        return [
-            server
-            for server in self._by_url.values()
-            if server.lists(need.model) and not server.is_drained_by_operator and server.uid not in need.avoid
-        ]
+        able: Iterable[Server] = self if need.model is None else self._listing(need.model)
+        return [one for one in able if not one.is_drained_by_operator and one.uid not in need.avoid]
+
+    def _listing(self, model: str) -> list[Server]:
+        """The servers that list a model, or none at all, in the order of the settings."""
+        if self._lists_version != self._endpoints.lists_version:
+            self._lists_version = self._endpoints.lists_version
+            self._by_model = {}
+            for server in self:
+                for name in server.models:
+                    self._by_model.setdefault(name, []).append(server)
+        some, others = self._by_model.get(model, []), self._by_model.get("", [])
+        if not (some and others):
+            return some or others
+        either = {one.url for one in (*some, *others)}
+        return [one for url, one in self._by_url.items() if url in either]
 
     # Hosts
 
@@ -107,7 +134,7 @@ class Servers:
         host = server.spec.host
         if host is None:
             return []
-        return [one for one in self._by_url.values() if one is not server and one.spec.host == host]
+        return [one for one in self._by_host[host] if one is not server]
 
     def host_of(self, server: Server) -> HostSettings:
         """The settings of its host."""
@@ -117,7 +144,22 @@ class Servers:
         """Whether it may be awake beside those of its host that may have the memory of a GPU."""
         if server.spec.host is None:
             return True
-        return sum(one.occupies for one in self.beside(server)) < self.host_of(server).awake
+        return sum(one.has_memory for one in self.beside(server)) < self.host_of(server).awake
+
+    def having_place(self, servers: Iterable[Server]) -> set[str]:
+        """Of servers that are not awake, those that have a place: their URLs."""
+        found: set[str] = set()
+        memory: dict[str, int] = {}
+        for server in servers:
+            host = server.spec.host
+            if host is None:
+                found.add(server.url)
+                continue
+            if host not in memory:
+                memory[host] = sum(one.has_memory for one in self._by_host[host])
+            if memory[host] - server.has_memory < self.host_of(server).awake:
+                found.add(server.url)
+        return found
 
     # Predictions
 
@@ -147,6 +189,13 @@ class Servers:
 
     # The state machine
 
+    def note(self, server: Server) -> None:
+        """Note that its phase changed, or what an operator wants of it."""
+        if server.phase in STEADY and server.by_hand is None:
+            self.moving.pop(server.url, None)
+        else:
+            self.moving[server.url] = server
+
     def move(self, server: Server, event: Event, reason: str, now: float) -> None:
         """Apply an event, with all consequences; nothing if it does not change the phase."""
         before = server.phase
@@ -173,6 +222,7 @@ class Servers:
                 state.load.restarted()
         if server.by_hand == _DONE_BY.get(after):
             server.by_hand = None
+        self.note(server)
         self._show(server)
         self.transitions.append(SleepTransition(server.name, before, after, reason, lasted_s))
 

@@ -22,11 +22,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
+from itertools import chain, islice
 from math import inf
 from typing import Final, NamedTuple
 
 from lbproxy.config.sleep import HostSettings
-from lbproxy.core.endpoints.endpoint import EndpointUid
+from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
 from lbproxy.core.endpoints.endpoint_set import EndpointSet
 from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.queue.waiting_queue import WaitingQueue
@@ -50,6 +51,8 @@ SCALE_S: Final = 2.0
 """The least wait for which one more server is woken."""
 SCALE_UNKNOWN_S: Final = 10.0
 """The same if it is not known how long a wake takes."""
+LOOKED_AT: Final = 50
+"""Servers that are looked at in one decision, of those of which nothing is expected: 1,000 within two seconds."""
 REFUSED_S: Final = 30.0
 """For so long, a request that was refused because a wake takes too long, or overflowed, counts as one that waits:
 clients try again, and others come."""
@@ -67,8 +70,8 @@ class Order(NamedTuple):
     """One call to make."""
 
     task: Task
-    uid: EndpointUid
-    """Of the server's endpoint, or of its first rank."""
+    url: str
+    """Of the server: its endpoints may be others when the call has ended."""
     model: str | None
     """What is waited for; None: nothing, or any."""
     waiting: int
@@ -104,6 +107,11 @@ class Sleepers:
         """lbproxy stops: requests that wait are still served, but nothing is put to sleep any more."""
         self._endpoints, self._queue, self._owner = endpoints, queue, owner
         self._servers = Servers(endpoints, changed)
+        self._looks = 0
+        self._looked: set[str] = set()
+        """By URL, in the last decision."""
+        self._stranded: dict[str, Server] = {}
+        """By URL, those with requests that only a wake would end."""
         self._refused: dict[str | None, float] = {}
         """When a request for a model was last refused, or overflowed, because a wake takes too long."""
 
@@ -135,9 +143,9 @@ class Sleepers:
 
     # Reports
 
-    def reported(self, uid: EndpointUid, asleep: bool | None, *, asked_at: float, now: float) -> None:
+    def reported(self, url: str, asleep: bool | None, *, asked_at: float, now: float) -> None:
         """A server said whether it sleeps; None: it cannot say. `asked_at`: what it says is not older."""
-        server = self._servers.find(uid)
+        server = self._servers.at(url)
         if server is None or asked_at < server.since:
             return
         if asleep is None:
@@ -149,9 +157,9 @@ class Sleepers:
         else:
             self._servers.move(server, Event.SAID_AWAKE, "it says so", now)
 
-    def ended(self, uid: EndpointUid, task: Task, problem: str | None, *, now: float) -> None:
+    def ended(self, url: str, task: Task, problem: str | None, *, now: float) -> None:
         """A driver has carried out an order; `problem`: why it failed. A start ends with the webhook's response."""
-        server = self._servers.find(uid)
+        server = self._servers.at(url)
         if server is None or not server.calling:
             return
         server.calling = False
@@ -181,6 +189,7 @@ class Sleepers:
             self._servers.move(server, Event.KEEP, "an operator wants it", now)
         elif server.phase is not (Phase.ASLEEP if wants_sleep else Phase.AWAKE):
             server.by_hand = task.value
+        self._servers.note(server)
         return None
 
     # Decisions
@@ -190,21 +199,39 @@ class Sleepers:
         orders: list[Order] = []
         if not self.is_needed:
             return orders
-        for server in self._servers:
-            self._follow_health(server, now)
-            server.look(now)
+        looked = self._look(now)
         needs = self._needs(now)
         self._keep_those_not_in_the_way(needs, now)
-        for server in self._servers:
+        for server in list(self._servers.moving.values()):
             if server.by_hand == Task.SLEEP.value and server.phase is Phase.AWAKE and not self.is_closing:
                 self._servers.move(server, Event.SLEEP, "an operator wants it", now)
             self._put_to_sleep(server, orders, now)
         for need in needs:
             self._meet(need, orders, now)
-        if not self.is_closing:
-            for server in self._servers:
-                self._let_idle_sleep(server, needs, orders, now)
+        idle = [one for one in looked if one.may_fall_asleep(now)]
+        if idle and not self.is_closing:
+            wanted = {one.url for need in needs for one in self._servers.able(need)}
+            for server in idle:
+                if server.url not in wanted:
+                    self._let_idle_sleep(server, orders, now)
         return orders
+
+    def _look(self, now: float) -> list[Server]:
+        """Look at the servers that are on their way, and of the others at about `LOOKED_AT`, each time others. Returns
+        those.
+        """
+        step = 1 + len(self._servers) // LOOKED_AT
+        self._looks += 1
+        self._looked.clear()
+        others = islice(self._servers, self._looks % step, None, step)
+        looked = list({one.url: one for one in chain(self._servers.moving.values(), others)}.values())
+        for server in looked:
+            self._follow_health(server, now)
+            server.look(now)
+            self._looked.add(server.url)
+            if server.phase is Phase.ASLEEP and server.stranded > 0:
+                self._stranded[server.url] = server
+        return looked
 
     def _follow_health(self, server: Server, now: float) -> None:
         move, phase = self._servers.move, server.phase
@@ -239,10 +266,13 @@ class Sleepers:
     def _needs(self, now: float) -> list[Need]:
         """What requests wait for, the oldest first."""
         needs = read_needs(self._queue, self._endpoints, self._owner, now) if self._queue else []
-        for server in self._servers:
+        for server in self._servers.moving.values():
             if server.by_hand == Task.WAKE.value:
                 needs.append(_need_of(server, -inf))
-            elif server.phase is Phase.ASLEEP and server.stranded > 0 and server.is_reachable:
+        for url, server in list(self._stranded.items()):
+            if server.phase is not Phase.ASLEEP or not server.stranded or self._servers.at(url) is not server:
+                del self._stranded[url]
+            elif server.is_reachable and server.by_hand != Task.WAKE.value:
                 needs.append(_need_of(server, server.since))
         self._refused = {model: at for model, at in self._refused.items() if now - at < REFUSED_S}
         for model, at in self._refused.items():
@@ -253,7 +283,8 @@ class Sleepers:
 
     def _keep_those_not_in_the_way(self, needs: Iterable[Need], now: float) -> None:
         """What drains for another server of its host is kept if nothing waits for that any more."""
-        draining = [one for one in self._servers if one.phase is Phase.DRAINING and one.by_hand is None]
+        moving = self._servers.moving.values()
+        draining = [one for one in moving if one.phase is Phase.DRAINING and one.by_hand is None]
         if not draining:
             return
         hosts = {
@@ -275,15 +306,11 @@ class Sleepers:
                 reason = "it has no requests" if not left else f"it still has {left} requests after {DRAIN_S:.0f} s"
                 self._servers.move(server, Event.DRAINED, reason, now)
                 server.calling = True
-                orders.append(Order(Task.SLEEP, server.uid, None, 0))
+                orders.append(Order(Task.SLEEP, server.url, None, 0))
 
-    def _let_idle_sleep(self, server: Server, needs: Iterable[Need], orders: list[Order], now: float) -> None:
-        after_s, idle_s = server.spec.after_s, now - server.idle_since
-        if after_s is None or server.phase is not Phase.AWAKE or server.retry_at > now or idle_s < after_s:
-            return
-        if not any(server in self._servers.able(need) for need in needs):
-            self._servers.move(server, Event.SLEEP, f"it was idle for {idle_s:.0f} s", now)
-            self._put_to_sleep(server, orders, now)
+    def _let_idle_sleep(self, server: Server, orders: list[Order], now: float) -> None:
+        self._servers.move(server, Event.SLEEP, f"it was idle for {now - server.idle_since:.0f} s", now)
+        self._put_to_sleep(server, orders, now)
 
     def _meet(self, need: Need, orders: list[Order], now: float) -> None:
         able = self._servers.able(need)
@@ -292,14 +319,16 @@ class Sleepers:
         if need.is_served and need.wait_s <= _wake_pays_s(able):
             return
         ready = [server for server in able if _can_rise(server, now)]
-        ready.sort(key=lambda one: (not self._servers.has_place(one), one.phase is Phase.OFF, one.failures))
-        for server in ready:
-            if self._servers.has_place(server):
-                self._raise(server, need, orders, now)
-                return
-        if not (need.is_served or self.is_closing):
+        if not ready:
+            return
+        has_place = self._servers.having_place(ready)
+        ready.sort(key=lambda one: (one.url not in has_place, one.phase is Phase.OFF, one.failures))
+        if ready[0].url in has_place:
+            self._raise(ready[0], need, orders, now)
+        elif not (need.is_served or self.is_closing):
+            first_of_host = {server.spec.host: server for server in reversed(ready)}
             for server in ready:
-                if self._make_place(server, need, now):
+                if first_of_host[server.spec.host] is server and self._make_place(server, need, now):
                     return
 
     def _raise(self, server: Server, need: Need, orders: list[Order], now: float) -> None:
@@ -308,12 +337,16 @@ class Sleepers:
         reason = "an operator wants it" if server.by_hand is not None else f"{what} for {need.model or server.name}"
         self._servers.move(server, Event.START if starts else Event.WAKE, reason, now)
         server.calling = True
-        orders.append(Order(Task.START if starts else Task.WAKE, server.uid, need.model, need.waiting))
+        orders.append(Order(Task.START if starts else Task.WAKE, server.url, need.model, need.waiting))
 
     def _make_place(self, server: Server, need: Need, now: float) -> bool:
         """Have another server of its host put to sleep. Returns whether a place will be free."""
         host = self._servers.host_of(server)
-        others = [one for one in self._servers.beside(server) if one.occupies]
+        others = [one for one in self._servers.beside(server) if one.has_memory]
+        for one in others:
+            if one.url not in self._looked:
+                self._looked.add(one.url)
+                one.look(now)
         if sum(one.phase in LEAVING for one in others) >= len(others) - host.awake + 1:
             return True
         ready = [
@@ -330,9 +363,9 @@ class Sleepers:
         self._servers.move(victim, Event.SLEEP, f"requests wait for {need.model or server.name} on its host", now)
         return True
 
-    def may_wake(self, uid: EndpointUid) -> bool:
+    def may_wake(self, url: str) -> bool:
         """Whether an order to wake a server still holds, now that the driver asked the others of its host again."""
-        server = self._servers.find(uid)
+        server = self._servers.at(url)
         return server is not None and server.phase is Phase.WAKING and self._servers.has_place(server)
 
     def phase_of(self, uid: EndpointUid) -> Phase | None:
@@ -340,10 +373,15 @@ class Sleepers:
         server = self._servers.find(uid)
         return None if server is None else server.phase
 
-    def beside(self, uid: EndpointUid) -> list[EndpointUid]:
-        """The other servers of its host."""
-        server = self._servers.find(uid)
-        return [] if server is None else [one.uid for one in self._servers.beside(server)]
+    def endpoint_at(self, url: str) -> Endpoint | None:
+        """The endpoint of a server, or its first rank; None: it has left."""
+        server = self._servers.at(url)
+        return None if server is None else server.states[0].endpoint
+
+    def beside(self, url: str) -> list[Endpoint]:
+        """Those of the other servers of its host."""
+        server = self._servers.at(url)
+        return [] if server is None else [one.states[0].endpoint for one in self._servers.beside(server)]
 
     # Waiting for a wake
 

@@ -13,14 +13,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from hashlib import sha256
+from typing import Final
 
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.proxy.request.handshake import KEY_IN_PROTOCOL
 
-_ONE_KEY = re.compile(
-    rb"(?i:authorization:[ \t]*bearer +|x-api-key:[ \t]*|%b)([!-~]{1,512})[ \t]*\r\n" % re.escape(KEY_IN_PROTOCOL)
-)
-"""Exactly one field line: of two, lbproxy and a server behind it might each use another."""
+_FIELD = rb"(?i:authorization:[ \t]*bearer +|x-api-key:[ \t]*|%b)" % re.escape(KEY_IN_PROTOCOL)
+_ONE_KEY = re.compile(rb"%b([!-~]{1,512})[ \t]*\r\n(?:%b\1[ \t]*\r\n)*" % (_FIELD, _FIELD))
+"""One key, in however many field lines (Claude Code sends two): of different ones, lbproxy and a server behind it might
+each use another."""
+
+
+SEVERAL: Final = "The request has several credentials that are not the same valid API key: send one."
 
 
 class KeyRing:
@@ -39,5 +43,5 @@ class KeyRing:
         found = _ONE_KEY.fullmatch(credentials)
         name = None if found is None else self._names.get(sha256(found[1]).digest())
         if name is None:
-            raise LbError(Outcome.UNAUTHORIZED)
+            raise LbError(Outcome.UNAUTHORIZED, SEVERAL if credentials.count(b"\r\n") > 1 else None)
         return name

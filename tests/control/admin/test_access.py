@@ -147,6 +147,7 @@ def test_what_is_not_the_token_is_refused(value: str) -> None:
 async def site(token: Secret | None) -> AsyncIterator[tuple[Admin, httpx.AsyncClient]]:
     class Front:
         draining = False
+        url: str | None = "http://127.0.0.1:8080"
 
     class Pages:
         async def page(self) -> tuple[bytes, str]:

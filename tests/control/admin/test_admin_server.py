@@ -20,6 +20,7 @@ from tests.support.pool import submit
 
 class FakeFront:
     draining = False
+    url: str | None = "http://127.0.0.1:8080"
 
 
 class FakePages:
@@ -109,6 +110,10 @@ def test_it_is_ready_while_an_endpoint_takes_requests() -> None:
             assert answer.status_code == 503
             assert answer.json()["draining"] is True
             made.front.draining = False
+            made.front.url = None
+            assert (await client.get("/readyz")).status_code == 503, "nobody accepts connections"
+            made.front.url = FakeFront.url
+            assert (await client.get("/readyz")).status_code == 200
             pool.take_down(pool.endpoints[0])
             assert (await client.get("/readyz")).status_code == 503
 

@@ -183,7 +183,7 @@ def test_a_call_that_is_cancelled_ends_all_the_same() -> None:
 
     async def body(site: Site) -> None:
         sleepers = site.pool.balancer.sleepers
-        sleepers.reported(site.endpoint.uid, True, asked_at=site.pool.runtime.now(), now=site.pool.runtime.now())
+        sleepers.reported(site.endpoint.base_url, True, asked_at=site.pool.runtime.now(), now=site.pool.runtime.now())
         assert sleepers.ask(site.endpoint.uid, Task.WAKE, now=site.pool.runtime.now()) is None
         async with running(site.driver.run):
             await until(lambda: site.server.asked("/wake_up"))
@@ -209,7 +209,7 @@ def test_nothing_is_woken_beside_a_server_that_somebody_woke_a_moment_ago() -> N
                 driver = SleepDriver(pool.balancer, pool.runtime, pool.connections, random.Random(1))
                 for endpoint in pool.endpoints:
                     pool.runtime.report_health(endpoint.uid, True, "up")
-                    sleepers.reported(endpoint.uid, True, asked_at=now(), now=now())
+                    sleepers.reported(endpoint.base_url, True, asked_at=now(), now=now())
                 two.scripts["/is_sleeping"] = AWAKE
                 sleepers.ask(pool.endpoints[0].uid, Task.WAKE, now=now())
                 async with running(driver.run):

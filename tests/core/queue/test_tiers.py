@@ -446,6 +446,17 @@ def test_what_another_process_counted_of_a_running_response_is_not_counted_again
     assert 50_000 * dict(allowance.used(1, 2.0))["tokens_per_day"] == pytest.approx(500)
 
 
+def test_what_runs_at_an_endpoint_that_moved_above_its_highest_tier_is_adopted_and_leaks_nothing() -> None:
+    """A place of its flow was lost with each, as it was counted before it was found to be a defect."""
+    flows = FlowsSettings.model_validate({"default": {"in_flight": 1}})
+    fleet = Fleet(own(1), PROVIDER, flows=flows)
+    uid = fleet.uids[PROVIDER.name]
+    running = fleet.balancer.adopt(ask(max_tier=1), uid, began=True, told_tokens=None, now=1.0)
+    assert where(running) == PROVIDER.name
+    fleet.balancer.close(running, Outcome.COMPLETED, now=2.0)
+    assert where(fleet.submit(ask(), now=3.0)) == "a1"
+
+
 def test_tokens_a_day_come_back_after_a_day() -> None:
     fleet = Fleet(own(1), replace(PROVIDER, bounds=Bounds(tokens_per_day=1100)))
     fleet.down("a1")

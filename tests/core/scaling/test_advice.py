@@ -144,10 +144,10 @@ def test_endpoints_that_sleep_or_that_requests_overflow_to_are_no_capacity() -> 
     specs = [spec(1), replace(spec(2), sleep=SleepSpec()), replace(spec(3), tier=2)]
     endpoints = balancer.set_endpoints(specs, now=0.0).added
     bring_up(balancer, endpoints)
-    balancer.sleepers.reported(endpoints[1].uid, True, asked_at=0.5, now=0.5)
+    balancer.sleepers.reported(endpoints[1].base_url, True, asked_at=0.5, now=0.5)
     balancer.check(now=1.0)
     assert advice(balancer).endpoints == 1
-    balancer.sleepers.reported(endpoints[1].uid, False, asked_at=1.5, now=1.5)
+    balancer.sleepers.reported(endpoints[1].base_url, False, asked_at=1.5, now=1.5)
     balancer.check(now=2.0)
     assert advice(balancer).endpoints == 2
 

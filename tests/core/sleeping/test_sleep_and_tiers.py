@@ -34,7 +34,7 @@ class Fleet:
         for one in (self.own, self.other):
             self.balancer.report_models(one.uid, [card("m")])
             self.balancer.report_health(one.uid, True, "test", now=0.0)
-        self.balancer.sleepers.reported(self.own.uid, True, asked_at=0.0, now=0.0)
+        self.balancer.sleepers.reported(self.own.base_url, True, asked_at=0.0, now=0.0)
 
     def ask(self, now: float, *, max_tier: int = 9, deadline: float | None = None) -> Ticket:
         request = InferenceRequest("r", "m", deadline=deadline)._replace(max_tier=max_tier)
@@ -47,10 +47,10 @@ class Fleet:
         """Learn how long a wake takes."""
         ticket = self.ask(now, max_tier=1)
         assert self.orders(now) == [Task.WAKE]
-        self.balancer.sleepers.ended(self.own.uid, Task.WAKE, None, now=now + takes_s)
+        self.balancer.sleepers.ended(self.own.base_url, Task.WAKE, None, now=now + takes_s)
         assert self.balancer.poll(now=now + takes_s) == [ticket]
         self.balancer.close(ticket, Outcome.COMPLETED, now=now + takes_s)
-        self.balancer.sleepers.reported(self.own.uid, True, asked_at=now + takes_s + 1, now=now + takes_s + 1)
+        self.balancer.sleepers.reported(self.own.base_url, True, asked_at=now + takes_s + 1, now=now + takes_s + 1)
 
 
 def place_of(ticket: Ticket) -> Endpoint:
@@ -88,7 +88,7 @@ def test_a_wake_in_time_serves_it() -> None:
     fleet = Fleet(5.0)
     ticket = fleet.ask(1.0)
     fleet.orders(1.0)
-    fleet.balancer.sleepers.ended(fleet.own.uid, Task.WAKE, None, now=3.0)
+    fleet.balancer.sleepers.ended(fleet.own.base_url, Task.WAKE, None, now=3.0)
     assert fleet.balancer.poll(now=3.0) == [ticket]
     assert (place_of(ticket), ticket.overflow) == (fleet.own, None)
 

@@ -55,10 +55,11 @@ class Fleet:
             if not startable:
                 self.balancer.report_health(one.uid, True, "test", now=0.0)
                 self.say(n, n in set(asleep), now=0.0)
+        self.ranks: list[Endpoint] = []
         self.sleepers.transitions.clear()
 
     def say(self, n: int, asleep: bool | None, *, now: float) -> None:
-        self.sleepers.reported(self.endpoints[n].uid, asleep, asked_at=now, now=now)
+        self.sleepers.reported(self.endpoints[n].base_url, asleep, asked_at=now, now=now)
 
     def ask(self, model: str, *, now: float, deadline: float | None = None) -> Ticket:
         return self.balancer.submit(InferenceRequest("r", model, deadline=deadline), now=now)
@@ -68,10 +69,10 @@ class Fleet:
         return [(one.task.value, self.number(one)) for one in found]
 
     def number(self, order: Order) -> int:
-        return [one.uid for one in self.endpoints].index(order.uid)
+        return [one.base_url for one in self.endpoints].index(order.url)
 
     def end(self, n: int, task: Task, problem: str | None = None, *, now: float) -> None:
-        self.sleepers.ended(self.endpoints[n].uid, task, problem, now=now)
+        self.sleepers.ended(self.endpoints[n].base_url, task, problem, now=now)
 
     def phase(self, n: int, now: float = 0.0) -> Phase:
         return self.sleepers.snapshot(now)[self.endpoints[n].uid].phase
@@ -117,6 +118,29 @@ def test_fifty_requests_wake_it_once() -> None:
     assert fleet.sleepers.waited == 50
 
 
+@pytest.mark.parametrize("problem", [None, "refused"])
+def test_a_server_whose_ranks_are_found_while_it_wakes_goes_on_as_before(problem: str | None) -> None:
+    """The wake ended at an endpoint that was no more: it never slept again, or was woken for ever."""
+    fleet = Fleet("m0", asleep=[0], sleep=SleepSpec(after_s=60.0))
+    ticket = fleet.ask("m0", now=1.0)
+    assert fleet.orders(1.0) == [("wake", 0)]
+    server = replace(spec(0), sleep=SleepSpec(after_s=60.0))
+    ranks = [replace(server, name=f"e0#{n}", rank=n) for n in range(2)]
+    fleet.ranks = fleet.balancer.set_endpoints(ranks, now=2.0).added
+    fleet.end(0, Task.WAKE, problem, now=4.0)
+    if problem is not None:
+        assert fleet.sleepers.phase_of(fleet.ranks[0].uid) is Phase.ASLEEP
+        assert fleet.orders(10.0) == [("wake", 0)], "after a back-off"
+        fleet.end(0, Task.WAKE, now=12.0)
+    assert fleet.balancer.poll(now=12.0) == [ticket]
+    assert place_of(ticket) in fleet.ranks
+    fleet.close(ticket, now=13.0)
+    assert fleet.orders(14.0) == []
+    assert fleet.orders(100.0) == [("sleep", 0)]
+    fleet.end(0, Task.SLEEP, now=101.0)
+    assert fleet.sleepers.phase_of(fleet.ranks[0].uid) is Phase.ASLEEP
+
+
 def test_a_sleeping_model_is_known_listed_and_no_other_is() -> None:
     fleet = Fleet("m0", asleep=[0])
     assert [one.id for one in fleet.balancer.endpoints.model_cards()] == ["m0"]
@@ -135,7 +159,7 @@ def test_no_request_goes_to_a_server_that_did_not_say_yet_whether_it_sleeps() ->
     ticket = fleet.ask("m0", now=0.0)
     assert ticket.state is TicketState.WAITING
     fleet.sleepers.decide(0.1)
-    fleet.sleepers.reported(one.uid, False, asked_at=0.1, now=0.2)
+    fleet.sleepers.reported(one.base_url, False, asked_at=0.1, now=0.2)
     assert balancer.poll(now=0.2) == [ticket]
 
 
@@ -149,7 +173,7 @@ def test_a_server_that_cannot_say_or_never_does_is_taken_to_be_awake() -> None:
     for one in (mute, silent):
         balancer.report_models(one.uid, [card(one.name)])
         balancer.report_health(one.uid, True, "test", now=0.0)
-    fleet.sleepers.reported(mute.uid, None, asked_at=0.1, now=0.1)
+    fleet.sleepers.reported(mute.base_url, None, asked_at=0.1, now=0.1)
     assert fleet.ask("e7", now=0.2).state is TicketState.PLACED
     assert fleet.ask("e8", now=0.2).state is TicketState.WAITING
     assert fleet.sleepers.decide(9.0) == []
@@ -172,7 +196,7 @@ def test_a_report_that_is_older_than_a_wake_is_not_believed() -> None:
     ticket = fleet.ask("m0", now=1.0)
     fleet.orders(1.0)
     fleet.end(0, Task.WAKE, now=4.0)
-    fleet.sleepers.reported(fleet.endpoints[0].uid, True, asked_at=3.9, now=4.1)
+    fleet.sleepers.reported(fleet.endpoints[0].base_url, True, asked_at=3.9, now=4.1)
     assert fleet.phase(0) is Phase.AWAKE
     fleet.balancer.poll(now=4.1)
     assert place_of(ticket) == fleet.endpoints[0]
@@ -375,10 +399,10 @@ def test_nothing_is_woken_before_every_server_of_the_host_has_said_whether_it_sl
         balancer.report_models(it.uid, [card(it.name)])
         balancer.report_health(it.uid, True, "test", now=0.0)
     fleet.ask("e7", now=0.1)
-    fleet.sleepers.reported(one.uid, True, asked_at=0.1, now=0.1)
+    fleet.sleepers.reported(one.base_url, True, asked_at=0.1, now=0.1)
     assert fleet.sleepers.decide(0.2) == []
-    fleet.sleepers.reported(two.uid, True, asked_at=0.3, now=0.3)
-    assert [order.uid for order in fleet.sleepers.decide(0.4)] == [one.uid]
+    fleet.sleepers.reported(two.base_url, True, asked_at=0.3, now=0.3)
+    assert [order.url for order in fleet.sleepers.decide(0.4)] == [one.base_url]
 
 
 def test_a_server_of_the_host_that_refuses_connections_has_no_memory() -> None:
@@ -539,7 +563,7 @@ class Model:
             assert n not in self.calls, "one order at a time"
             self.calls[n] = order.task, now + rng.uniform(0.1, 4.0)
             if order.task is Task.SLEEP:
-                assert not any(one.placed_state.endpoint.uid == order.uid for one in self.open)
+                assert not any(one.placed_state.endpoint.base_url == order.url for one in self.open)
         assert self.awake() <= 1
         for ticket in fleet.balancer.poll(now=now):
             del self.waiting[id(ticket)]
@@ -582,8 +606,8 @@ def test_two_of_a_host_are_never_both_awake_and_nothing_waits_for_ever(seed: int
 
 def test_uids_of_other_endpoints_are_no_servers() -> None:
     fleet = Fleet("m0")
-    fleet.sleepers.reported(EndpointUid(99), True, asked_at=1.0, now=1.0)
-    fleet.sleepers.ended(EndpointUid(99), Task.WAKE, None, now=1.0)
+    fleet.sleepers.reported("http://gone:1", True, asked_at=1.0, now=1.0)
+    fleet.sleepers.ended("http://gone:1", Task.WAKE, None, now=1.0)
     assert fleet.sleepers.ask(EndpointUid(99), Task.WAKE, now=1.0) is not None
 
 

@@ -48,6 +48,8 @@ def refused(reply: Reply) -> bool:
 RIGHT = [
     *(f"Authorization: Bearer {KEY}\r\n", f"authorization:bearer   {KEY}  \r\n", f"AUTHORIZATION: BEARER {KEY}\r\n"),
     *(f"x-api-key: {KEY}\r\n", f"X-Api-Key:{KEY}\r\n", f"X-A: 1\r\nAuthorization: Bearer {KEY}\r\nX-B: 2\r\n"),
+    f"Authorization: Bearer {KEY}\r\nX-Api-Key: {KEY}\r\n",  # Claude Code
+    f"X-Api-Key: {KEY} \r\nAuthorization: Bearer {KEY}\r\nX-Api-Key: {KEY}\r\n",
 ]
 
 
@@ -81,11 +83,13 @@ WRONG = [
     *(f"Authorization: Bearer {KEY} {KEY}\r\n", f"Authorization: Bearer, Bearer {KEY}\r\n"),
     *(f"Authorization: Bearer {KEY}é\r\n", "Authorization: Bearer é\r\n", f"Proxy-Authorization: Bearer {KEY}\r\n"),
     f"Authorization: Bearer sha256:{sha256(KEY.encode()).hexdigest()}\r\n",
-    f"Authorization: Bearer {KEY}\r\nAuthorization: Bearer {KEY}\r\n",
     f"Authorization: Bearer {KEY}\r\nauthorization: Bearer wrong\r\n",
     f"Authorization: Bearer wrong\r\nAuthorization: Bearer {KEY}\r\n",
-    f"Authorization: Bearer {KEY}\r\nX-Api-Key: {KEY}\r\n",
-    f"X-Api-Key: {KEY}\r\nX-Api-Key: {KEY}\r\n",
+    f"Authorization: Bearer {KEY}\r\nX-Api-Key: {OTHER}\r\n",
+    f"Authorization: Bearer {KEY}\r\nX-Api-Key: {KEY}x\r\n",
+    f"Authorization: Bearer {KEY}\r\nX-Api-Key: {KEY.upper()}\r\n",
+    f"Authorization: Bearer {KEY}\r\nX-Api-Key:\r\n",
+    f"Authorization: Bearer {KEY}\r\nX-Api-Key: {KEY}\r\nX-Api-Key: x\r\n",
     f"Authorization: Bearer {KEY}\r\nConnection: authorization\r\n",
     f"Authorization: Bearer {KEY}{'x' * 5000}\r\n",
 ]
@@ -95,7 +99,10 @@ WRONG = [
 def test_what_is_not_exactly_one_key_is_refused_and_reaches_nobody(line: str) -> None:
     async def main() -> None:
         async with guarded() as (endpoint, it):
-            assert refused(await it.ask(post(more=line)))
+            reply = await it.ask(post(more=line))
+            assert refused(reply)
+            several = line.count("\r\n") > 1 and "Connection" not in line
+            assert (b"several credentials" in reply.body) == several
             assert endpoint.requests == []
             assert it.records.requests[-1].outcome is Outcome.UNAUTHORIZED
             assert it.records.requests[-1].key is None
