@@ -29,6 +29,12 @@ class Surprise:
     """One of those that contradict most."""
     more: Keys = field(default_factory=dict)
     """Other keys of the scenario."""
+    longer_than: int = 0
+    """Only requests with more tokens in their prompts are counted."""
+    in_time_s: float = 5.0
+    """First tokens that come so soon are in time."""
+    mean_at_most: float = 1.1
+    """How many times the best rule's mean TTFT is right."""
 
     def scenario(self, policy: str, seconds: float | None = None) -> Scenario:
         """As `lbproxy sim` reads it; queue and limits are as in the product. `seconds`: so long requests come, instead
@@ -56,6 +62,7 @@ def _servers(count: int = 4, /, **server: object) -> list[dict[str, object]]:
 
 
 NO_METRICS = {"metrics": False}
+EIGHT = {"max_sequences": 8}
 
 # A prompt that becomes hot
 
@@ -203,9 +210,13 @@ FIRST_BYTES = [
 
 MIX = {"prompt_tokens": 1500, "shared_tokens": 500, "groups": 20, "output_tokens": 200, "spread": 0.7}
 ORDINARY = _sent("own", rate=16, duration_s=70, **MIX)
-BUSY = _sent("own", rate=20, duration_s=80, **MIX)
-IN_TURNS = [{"server": n % 4, "at": 20 + 60 * n, "lasts": 60, "speed": 0.25} for n in range(2)]
-DRIFTING = _sent("own", rate=20, duration_s=140, **MIX)
+BUSY = _sent("own", rate=20, duration_s=70, **MIX)
+IN_TURNS = [{"server": n, "at": 10 + 40 * n, "lasts": 40, "speed": 0.25} for n in range(2)]
+DRIFTING = _sent("own", rate=21, duration_s=90, **MIX)
+SIXTY_APPS = _sent(
+    "own", rate=16, duration_s=80, groups=60, shared_tokens=8000, prompt_tokens=8200, output_tokens=150, spread=0.5
+)
+DOCUMENTS = _sent("documents", rate=8, documents=60, skew=0.8, duration_s=80)
 PACE = [
     Surprise(
         "stands for 3 s every 20 s, no metrics", _servers(pause=3, pause_every=20, **NO_METRICS), [BUSY], is_quick=True
@@ -247,6 +258,20 @@ PACE = [
         more={"faults": [{"server": 1, "at": 50, "lasts": 1, "kind": "restarted"}]},
     ),
     Surprise(
+        "restarted unseen, documents",
+        _servers(),
+        [DOCUMENTS],
+        40.0,
+        more={"faults": [{"server": 1, "at": 40, "lasts": 1, "kind": "restarted"}]},
+    ),
+    Surprise(
+        "two of four restarted unseen, 60 apps",
+        _servers(),
+        [SIXTY_APPS],
+        50.0,
+        more={"faults": [{"server": n, "at": 50, "lasts": 1, "kind": "restarted"} for n in (0, 1)]},
+    ),
+    Surprise(
         "restarted unseen in turns, no metrics",
         _servers(**NO_METRICS),
         [TALK],
@@ -257,41 +282,67 @@ PACE = [
 
 # Gauges that lie
 
-FROZEN = [{"server": n, "at": 20, "lasts": 600, "kind": "stale"} for n in range(4)]
+FROZEN = [{"server": n, "at": 20.6 + 0.2 * n, "lasts": 600, "kind": "stale"} for n in range(4)]
+LIGHT = {"prompt_tokens": 500, "output_tokens": 150, "spread": 0.5}
+PEAK = [_sent("own", rate=12, duration_s=70, **LIGHT), _sent("own", rate=150, duration_s=1, begin_s=20, **LIGHT)]
+"""A second of many, in which pages freeze."""
 GAUGES = [
     Surprise("all in flight reported as waiting", _servers(gauges="in-flight"), [ORDINARY], is_quick=True),
-    Surprise("frozen pages", _servers(), [ORDINARY], more={"faults": FROZEN}, is_quick=True),
-    Surprise("a frozen page of one of four", _servers(), [ORDINARY], more={"faults": FROZEN[:1]}),
+    Surprise("frozen pages with a queue", _servers(max_sequences=16), PEAK, 40.0, True, {"faults": FROZEN}),
+    Surprise(
+        "a frozen page with a queue, of one of four",
+        _servers(max_sequences=16),
+        PEAK,
+        40.0,
+        more={"faults": FROZEN[:1]},
+    ),
+    Surprise("frozen pages without a queue", _servers(), [ORDINARY], 30.0, more={"faults": FROZEN}),
     Surprise("gauges always zero", _servers(gauges="zero"), [ORDINARY]),
     Surprise("gauges doubled", _servers(gauges="doubled"), [ORDINARY]),
     Surprise("gauges 5 s late", _servers(), [ORDINARY], more={"scrape_delay": 5}),
     Surprise("one of four reports all as waiting", [*_servers(1, gauges="in-flight"), *_servers(3)], [ORDINARY]),
     Surprise(
         "unknown load beside reported load",
-        [*_servers(1, **NO_METRICS), *_servers(2)],
-        [_sent("own", rate=1, duration_s=90, prompt_tokens=1000, output_tokens=100)],
-        more={"others": [{"server": n, "rate": 3, "prompt_tokens": 3000, "output_tokens": 300} for n in range(3)]},
+        [*_servers(1, **EIGHT, **NO_METRICS), *_servers(2, **EIGHT)],
+        [_sent("own", rate=0.8, duration_s=150, prompt_tokens=1000, output_tokens=100)],
+        more={"others": [{"server": n, "rate": 1.6, "prompt_tokens": 2000, "output_tokens": 200} for n in range(3)]},
     ),
 ]
 
 # Streams that say little
 
-THOUGHT = _sent("own", rate=1.6, duration_s=120, prompt_tokens=1000, output_tokens=3000, spread=0.3)
+THOUGHT = _sent("own", rate=1.6, duration_s=100, prompt_tokens=1000, output_tokens=3000, spread=0.3)
 STREAMS = [
-    Surprise("80 % of 3,000 tokens hidden, no metrics", _servers(hidden=0.8, **NO_METRICS), [THOUGHT]),
+    Surprise("80 % of 3,000 tokens hidden, no metrics", _servers(hidden=0.8, **NO_METRICS), [THOUGHT], is_quick=True),
     Surprise("80 % of 3,000 tokens hidden", _servers(hidden=0.8), [THOUGHT]),
     Surprise(
         "a chunk at once, then silence, no metrics",
         _servers(hidden=0.8, role_chunk=True, **NO_METRICS),
         [THOUGHT],
-        is_quick=True,
     ),
 ]
 
 # Few slots, long prompts, other kinds of work
 
-EIGHT = {"max_sequences": 8}
 ANSWERS = {"prompt_tokens": 1000, "output_tokens": 300, "spread": 0.7}
+LONG_AMONG_SHORT = {
+    "share": 0.01,
+    "shortest": 60_000,
+    "longest": 60_000,
+    "short_tokens": 500,
+    "output_tokens": 50,
+    "duration_s": 80,
+}
+
+
+def _beside_chat(name: str, rate: float, tokens: int, **server: object) -> Surprise:
+    """Embeddings are one token after a prompt, as whole responses."""
+    embeddings = _sent("own", rate=rate, duration_s=60, prompt_tokens=tokens, output_tokens=1, spread=0.5)
+    return Surprise(
+        name, _servers(**server), [_sent("chat", users=200, duration_s=60), {**embeddings, "stream_share": 0}]
+    )
+
+
 PLACES = [
     Surprise("one server of 8 slots", _servers(1, **EIGHT), [_sent("own", rate=1.2, duration_s=150, **ANSWERS)]),
     Surprise(
@@ -309,28 +360,32 @@ PLACES = [
         Surprise(
             f"1 % of 60,000 tokens at {load} %{said}",
             _servers(**more),
-            [_sent("long-prompts", rate=rate, share=0.01, shortest=60_000, longest=60_000, duration_s=120)],
+            [_sent("long-prompts", rate=rate, **LONG_AMONG_SHORT)],
             is_quick=load == 80 and not said,
         )
-        for load, rate in ((80, 22), (95, 26))
+        for load, rate in ((80, 25.7), (95, 30.5))
         for said, more in (("", {}), (", no metrics", NO_METRICS))
     ),
-    Surprise(
-        "embeddings beside chat",
-        _servers(),
-        [
-            {**_sent("chat", users=80, duration_s=80), "flow": "chat"},
-            {
-                **_sent("own", rate=30, duration_s=80, prompt_tokens=400, output_tokens=1, spread=0.5),
-                "flow": "embeddings",
-                "stream_share": 0,
-            },
-        ],
+    *(
+        Surprise(
+            f"the long ones of 1 % of 60,000 tokens at {load} %",
+            _servers(),
+            [_sent("long-prompts", rate=rate, **LONG_AMONG_SHORT)],
+            longer_than=10_000,
+            in_time_s=30.0,
+            mean_at_most=1.3,
+        )
+        for load, rate in ((80, 25.7), (95, 30.5))
+    ),
+    _beside_chat("embeddings of documents beside chat", 10, 3000),
+    *(
+        _beside_chat(f"embeddings beside chat{said}", 40, 800, **more)
+        for said, more in (("", {}), (", no metrics", NO_METRICS))
     ),
     Surprise(
         "one adapter, 8 slots, no metrics",
         _servers(8, **EIGHT, max_loras=2, ttft=0.3, token_time=0.02, **NO_METRICS),
-        [_sent("lora", rate=70, adapters=1, duration_s=40, prompt_tokens=500, output_tokens=15)],
+        [_sent("lora", rate=85, adapters=1, duration_s=30, prompt_tokens=500, output_tokens=15)],
         is_quick=True,
     ),
 ]

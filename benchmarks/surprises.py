@@ -41,9 +41,8 @@ PAGE = Path(__file__).parent / "SURPRISES.md"
 OURS = "adaptive"
 RULES = ("least-request", "lmetric", "gie", "preble")
 SEEDS = 5
-GOOD_TTFT_S = 5.0
 FEWER_IN_TIME = 0.02
-MEAN, P99, P99_OF_BETTER, BETTER = 1.1, 1.25, 2.0, 0.7
+E2E, P99, P99_OF_BETTER, BETTER = 1.1, 1.25, 2.0, 0.7
 ENOUGH_IN_TIME, REFUSED_AT_MOST = 0.98, 0.01
 
 
@@ -55,21 +54,23 @@ class Crowd:
     refused: float
     """Share of the requests."""
     in_time: float
-    """Share of the requests that were served, with a first token within 5 s."""
+    """Share of the requests that were served, with a first token in time: within 5 s, if the cell says nothing else."""
     ttft_mean: float
     ttft_p99: float
     e2e_mean: float
 
 
-def crowd(served: Sequence[Served], counted_from: float) -> Crowd:
-    """Of requests that came then or later."""
-    counted = [one for one in served if one.submitted_at >= counted_from]
+def crowd(cell: Surprise, served: Sequence[Served]) -> Crowd:
+    """Of the requests that count in a cell."""
+    counted = [
+        one for one in served if one.submitted_at >= cell.counted_from and one.job.prompt_tokens > cell.longer_than
+    ]
     ended = [(one, one.first_at) for one in counted if one.outcome is Outcome.COMPLETED]
     ttfts = sorted(first_at - one.submitted_at for one, first_at in ended if first_at is not None)
     return Crowd(
         requests=len(counted),
         refused=sum(one.outcome in REFUSED for one in counted) / max(1, len(counted)),
-        in_time=sum(ttft <= GOOD_TTFT_S for ttft in ttfts) / max(1, len(counted)),
+        in_time=sum(ttft <= cell.in_time_s for ttft in ttfts) / max(1, len(counted)),
         ttft_mean=fmean(ttfts) if ttfts else float("inf"),
         ttft_p99=percentile(ttfts, 99) if ttfts else float("inf"),
         e2e_mean=fmean(one.ended_at - one.submitted_at for one, _ in ended) if ended else float("inf"),
@@ -92,14 +93,15 @@ class Task:
 
 def _mark(cell: Surprise, policy: str) -> str:
     """Another for everything else that is simulated."""
-    told = [cell.scenario(policy).model_dump(mode="json", exclude_defaults=True), cell.counted_from]
+    scenario = cell.scenario(policy).model_dump(mode="json", exclude_defaults=True)
+    told = [scenario, cell.counted_from, *((cell.longer_than, cell.in_time_s) if cell.longer_than else ())]
     return hashlib.sha256(orjson.dumps(told, option=orjson.OPT_SORT_KEYS)).hexdigest()[:8]
 
 
 def do(task: Task) -> Crowd:
     """In whichever process. Deterministic."""
     (run,) = runs_of(task.cell.scenario(task.policy), source=task.cell.name)
-    return crowd(serve(replace(run, seed=task.seed)), task.cell.counted_from)
+    return crowd(task.cell, serve(replace(run, seed=task.seed)))
 
 
 class Kept:
@@ -137,7 +139,7 @@ class Kept:
 class Verdict:
     """Adaptive beside the best rule in one cell."""
 
-    cell: str
+    cell: Surprise
     rule: str
     ours: Crowd
     """Medians over the seeds, each figure by itself."""
@@ -154,15 +156,15 @@ class Verdict:
         """What is too much: some of ttft, p99, e2e, refused."""
         p99 = P99_OF_BETTER if self.ttft <= BETTER else P99
         too_much = {
-            "ttft": self.ttft > MEAN,
+            "ttft": self.ttft > self.cell.mean_at_most,
             "p99": self.p99 > p99,
-            "e2e": self.e2e > MEAN,
+            "e2e": self.e2e > E2E,
             "refused": self.can_serve and self.ours.refused > REFUSED_AT_MOST,
         }
         return tuple(name for name, is_wrong in too_much.items() if is_wrong)
 
 
-def verdict(cell: str, runs: Mapping[str, Sequence[Crowd]]) -> Verdict:
+def verdict(cell: Surprise, runs: Mapping[str, Sequence[Crowd]]) -> Verdict:
     """`runs`: by policy, in the order of the seeds; adaptive and at least one rule."""
     middle = {policy: _median(found) for policy, found in runs.items()}
     ours = middle[OURS]
@@ -212,7 +214,7 @@ def row(one: Verdict) -> list[str]:
     """Of the table."""
     ours, theirs = one.ours, one.theirs
     return [
-        one.cell,
+        one.cell.name,
         one.rule,
         *(f"{ratio:.2f}x" for ratio in (one.ttft, one.p99, one.e2e)),
         *(f"{seconds:.3g}" for seconds in (ours.ttft_mean, theirs.ttft_mean, ours.ttft_p99, theirs.ttft_p99)),
@@ -245,7 +247,7 @@ adaptive takes servers for ([cells](surprise_cells.py)), beside rules of a few l
 best rule's: medians of the ratios of equal seeds. *in time*: requests with a first token within 5 s. The best rule is
 the one with the least mean TTFT of those with at most 2 % fewer requests in time than adaptive. A cell is right with
 1.1x, 1.25x and 1.1x (a p99 of 2x where the mean TTFT is at most 0.7x), and at most 1 % refused where a rule serves 98 %
-in time.
+in time. Of *the long ones* those cells count the long prompts only, which are in time within 30 s; 1.3x is right.
 """
 
 
@@ -293,7 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verdicts = []
     for cell in cells:
         runs = {policy: [found[Task(cell, policy, seed)] for seed in range(1, seeds + 1)] for policy in policies}
-        verdicts.append(verdict(cell.name, runs))
+        verdicts.append(verdict(cell, runs))
     print(table(verdicts))
     if args.write:
         PAGE.write_text(page(verdicts, seeds), "utf-8")

@@ -111,6 +111,7 @@ def _add_mock(mock: argparse.ArgumentParser) -> None:
     mock.add_argument("--preset", default="llama-8b-h100", help="model and GPU to simulate (default: llama-8b-h100)")
     mock.add_argument("--speed", type=float, default=1.0, help="2 = twice as fast as the preset")
     mock.add_argument("--kv-tokens", type=int, help="size of the KV cache (default: the preset's)")
+    mock.add_argument("--no-prefix-cache", dest="prefix_cache", action="store_false", help="it caches no prompts")
     mock.add_argument("--max-num-seqs", type=int, help="requests that run at the same time (default: the preset's)")
     mock.add_argument(
         "--max-model-len", type=int, help="tokens of prompt and response together (default: the preset's)"
@@ -118,8 +119,11 @@ def _add_mock(mock: argparse.ArgumentParser) -> None:
     mock.add_argument("--ranks", type=int, default=1, help="data-parallel ranks behind the address (default: 1)")
     what = "fixed time to first token, in seconds; without it, as the preset's engine takes"
     mock.add_argument("--ttft", type=float, metavar="SECONDS", help=what)
-    what = "uniform variation of --ttft, as a share of it (default: 0)"
+    what = "variation of --ttft, with uniform a share of it (default: 0)"
     mock.add_argument("--ttft-spread", type=float, default=0.0, metavar="SHARE", help=what)
+    forms = ["uniform", "lognormal", "bimodal", "heavy", "prompt"]
+    what = "distribution of --ttft, as in scenarios (default: uniform)"
+    mock.add_argument("--ttft-form", choices=forms, default="uniform", help=what)
     what = "with --ttft: time from token to token (default: 0.02)"
     mock.add_argument("--token-time", type=float, default=0.02, metavar="SECONDS", help=what)
     what = "the engine that it reports as in its models and server info (default: vllm); only vllm has metrics"

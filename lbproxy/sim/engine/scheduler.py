@@ -260,7 +260,7 @@ class Scheduler:
         if sequence.cached_tokens is None:
             # vLLM, too, keeps the lookups of preempted requests out of these two counters.
             sequence.cached_tokens = cached
-            self._prefix_queries += sequence.request.prompt_tokens
+            self._prefix_queries += sequence.request.prompt_tokens if self._preset.prefix_caching else 0
             self._prefix_hits += cached
 
     def _begin(self, sequence: Running) -> None:

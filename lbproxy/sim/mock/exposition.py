@@ -39,6 +39,7 @@ class Page:
     """Which ran together, joined by commas, and until which Unix time; empty = nothing is said of adapters."""
     started_at: float | None = None
     """Unix time at which the server was started; None: nothing is said about it."""
+    prefix_cache: bool = True
     old_names: bool = False
     """As in vLLM 0.8: the cache families start with `gpu_`, and there is no `engine` label."""
 
@@ -51,7 +52,7 @@ def render(page: Page) -> bytes:
     usage, prefix = ("gpu_cache_usage_perc", "gpu_prefix_cache") if old else ("kv_cache_usage_perc", "prefix_cache")
     # Like vLLM: each rank shows the blocks of all ranks together.
     facts = {"block_size": str(BLOCK_TOKENS), "num_gpu_blocks": str(page.kv_blocks)}
-    facts |= {"enable_prefix_caching": "True", "num_cpu_blocks": "None"}
+    facts |= {"enable_prefix_caching": str(page.prefix_cache), "num_cpu_blocks": "None"}
     ranks = [*zip(names, page.ranks, strict=True)]
     reasons = ("stop", "length", "abort")
     lines = [

@@ -236,6 +236,7 @@ class MockServer:
             started_at=self._started_at if len(ranks) == 1 else None,
             max_loras=self.options.max_loras,
             adapters=self._adapters.series,
+            prefix_cache=self.options.prefix_cache,
             old_names=self.options.metric_names == "old",
         )
         return web.Response(body=self._page(page), headers={"Content-Type": CONTENT_TYPE})

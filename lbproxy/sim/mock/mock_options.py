@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from lbproxy.sim.engine.fixed import FixedTimes
+from lbproxy.sim.engine.fixed import FixedTimes, Form
 from lbproxy.sim.engine.presets import PRESETS, Preset
 from lbproxy.sim.mock.adapters import MAX_ADAPTERS, Adapters
 from lbproxy.sim.mock.faults import parse_faults
@@ -35,6 +35,8 @@ class MockOptions:
     """A key of `presets.PRESETS`."""
     kv_tokens: int | None = None
     """Size of the KV cache; None = the preset's."""
+    prefix_cache: bool = True
+    """A prompt that begins as an earlier one is computed from there on."""
     max_num_seqs: int | None = None
     """Running requests at most; None = the preset's."""
     max_model_len: int | None = None
@@ -44,7 +46,9 @@ class MockOptions:
     ttft: float | None = None
     """Seconds to each first token, whatever else it does; None = an engine. Of the preset only sizes count then."""
     ttft_spread: float = 0.0
-    """Evenly within plus or minus this share of `ttft`."""
+    """How much `ttft` varies, as `ttft_form` says."""
+    ttft_form: Literal["uniform", "lognormal", "bimodal", "heavy", "prompt"] = "uniform"
+    """See `Form`."""
     token_time: float = 0.02
     """With `ttft`: seconds from each token to the next."""
     speed: float = 1.0
@@ -192,7 +196,8 @@ class MockOptions:
         """Those of a server whose times are fixed; None = it is an engine."""
         if self.ttft is None:
             return None
-        return FixedTimes(ttft_s=self.ttft, ttft_spread=self.ttft_spread, token_s=self.token_time)
+        form, spread = Form(self.ttft_form), self.ttft_spread
+        return FixedTimes(ttft_s=self.ttft, ttft_spread=spread, form=form, token_s=self.token_time)
 
     def hardware(self) -> Preset:
         """The preset with the overrides applied."""
@@ -201,5 +206,6 @@ class MockOptions:
             preset,
             kv_tokens=preset.kv_tokens if self.kv_tokens is None else self.kv_tokens,
             max_sequences=preset.max_sequences if self.max_num_seqs is None else self.max_num_seqs,
+            prefix_caching=self.prefix_cache,
             max_loras=self.max_loras if self.adapters or self.lora_updates else 0,
         )

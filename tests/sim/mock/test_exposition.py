@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page, read by prometheus_client's parser."""
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from lbproxy.core.engines.orca import LoadReport, read_report
@@ -74,3 +75,10 @@ def test_load_reports_have_vllms_words() -> None:
     assert whole == 'JSON {"named_metrics": {"num_requests_waiting": 3.0, "kv_cache_usage_perc": 0.25}}'
     assert read_report(text.encode()) == read_report(whole.encode()) == LoadReport(3.0, None, 0.25)
     assert load_report("BIN", GAUGES) is None
+
+
+@pytest.mark.parametrize("caches", [True, False])
+def test_whether_prompts_are_cached_is_said(caches: bool) -> None:
+    page = samples(Page(model="m", kv_blocks=1, ranks=[GAUGES], prefix_cache=caches))
+    [(config, _)] = page["vllm:cache_config_info"]
+    assert config["enable_prefix_caching"] == str(caches)

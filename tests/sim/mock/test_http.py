@@ -150,6 +150,18 @@ def test_repeated_prompt_hits_the_prefix_cache() -> None:
     run(test)
 
 
+def test_without_a_prefix_cache_no_prompt_hits_one() -> None:
+    async def test(server: MockServer, client: openai.AsyncOpenAI) -> None:
+        for _ in range(2):
+            answer = await client.completions.create(model="sim", prompt="four" * 256, max_tokens=4)
+            assert answer.usage
+            details = answer.usage.prompt_tokens_details
+            assert details is None or not details.cached_tokens
+        assert await metric(server, "vllm:prefix_cache_queries_total") == 0
+
+    run(test, dataclasses.replace(FAST, prefix_cache=False))
+
+
 def test_choices_of_one_prompt_count_its_cached_tokens_once() -> None:
     async def test(_: MockServer, client: openai.AsyncOpenAI) -> None:
         answer = await client.completions.create(model="sim", prompt=["four" * 256] * 2, n=3, max_tokens=4)
