@@ -95,11 +95,16 @@ class RequestRuntime(ABC):
 
     @abstractmethod
     def stores(self, ticket: Ticket, response_id: str) -> None:
-        """The endpoint of a placed request stores its response, and gave it this id."""
+        """The endpoint of a placed request stores its response, or another object, and gave it this id."""
+
+    @property
+    @abstractmethod
+    def has_objects(self) -> bool:
+        """Of some response or other object it is known which endpoint has it."""
 
     @abstractmethod
     def stored(self, response_id: str) -> StoredResponse | None:
-        """Which endpoint has a response, and after which prompt; None: nobody knows."""
+        """Which endpoint has a response or another object, and after which prompt; None: nobody knows."""
 
     # Endpoints and models
 

@@ -174,6 +174,11 @@ class Runtime(RequestRuntime):
             response_id, ticket.placed_state.endpoint.uid, ticket.request, now=self.now()
         )
 
+    @property
+    def has_objects(self) -> bool:
+        """See RequestRuntime."""
+        return len(self._balancer.stored_responses) > 0
+
     def stored(self, response_id: str) -> StoredResponse | None:
         """See RequestRuntime."""
         return self._balancer.stored_responses.find(response_id, now=self.now())

@@ -310,6 +310,11 @@ class RemoteRuntime(RequestRuntime):
         if self._link is not None:
             self._link.send(m.Stores(ticket.number, response_id))
 
+    @property
+    def has_objects(self) -> bool:
+        """See RequestRuntime."""
+        return len(self.known.stored_responses) > 0
+
     def stored(self, response_id: str) -> StoredResponse | None:
         """See RequestRuntime."""
         return self.known.stored_responses.find(response_id, now=self.now())

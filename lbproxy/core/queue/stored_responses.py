@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which endpoint has which stored response.
+"""Which endpoint has which stored response, or other object that one server made: a file, a batch, a conversation
+(`core.responses.objects`). Below, `response` stands for any of them.
 
 Only the server that stored a response (`/v1/responses`, or a chat with `store`) has it. Requests that continue it
 (`previous_response_id`) or are about it (GET, cancel, DELETE) must go there, even while that server drains. No other

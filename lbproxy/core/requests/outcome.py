@@ -72,7 +72,7 @@ class Outcome(Enum):
     RESPONSE_NOT_FOUND = _bad(
         "response_not_found",
         404,
-        "The model server that stored this response is gone. Send the conversation again, without the id.",
+        "The model server that stored this response, or object, is gone. Send what it held again, without the id.",
         param="response_id",
     )
     METHOD_NOT_ALLOWED = _bad("method_not_allowed", 405, "The method is not allowed here.")

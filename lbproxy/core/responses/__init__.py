@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What endpoints send back, read while it passes: events of streams, usage, the id of a stored response, completeness.
+"""What endpoints send back, read while it passes: events of streams, usage, ids of stored objects, completeness.
 
 Nothing of it is changed, and little is kept. Invariant: a value is read where the engine writes it. Text of a client
 that a response repeats (a `user`, metadata, a token, the arguments of a tool) never counts as such a value.

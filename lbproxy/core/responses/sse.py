@@ -16,6 +16,7 @@ import orjson
 
 from lbproxy.core.requests.request import Usage
 from lbproxy.core.responses.json_walk import JsonWalk
+from lbproxy.core.responses.objects import find_objects
 from lbproxy.core.responses.usage import (
     NATIVE_BYTES,
     USAGE_KEY,
@@ -392,12 +393,14 @@ class StreamEnd:
 class BodyScanner:
     """Scans the payload of one JSON response that is no stream, which it gets in order, in pieces of any size."""
 
-    __slots__ = ("_pieces", "_walk", "size")
+    __slots__ = ("_native", "_pieces", "_walk", "shows", "size")
 
-    def __init__(self, *, native: bool = False) -> None:
-        """`native`: usage may be in an engine's own API."""
+    def __init__(self, *, native: bool = False, shows: bool = False) -> None:
+        """`native`: usage may be in an engine's own API. `shows`: it may show objects."""
         self._walk = JsonWalk(b"usage")
-        self._pieces: list[bytes] | None = [] if native else None
+        self._native = native
+        self._pieces: list[bytes] | None = [] if native or shows else None
+        self.shows = shows
         self.size = 0
         """Its bytes so far."""
 
@@ -415,9 +418,13 @@ class BodyScanner:
     def usage(self) -> Usage | None:
         """The usage that was reported so far; None if there was none."""
         usage = read_value(self._walk.value)
-        if usage is None and self._pieces is not None:
+        if usage is None and self._native and self._pieces is not None:
             return read_native_body(b"".join(self._pieces))
         return usage
+
+    def objects(self) -> list[str]:
+        """The ids of objects that a complete payload shows."""
+        return [] if self._pieces is None else find_objects(b"".join(self._pieces))
 
     @property
     def is_complete(self) -> bool:

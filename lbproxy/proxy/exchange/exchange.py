@@ -21,6 +21,7 @@ from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.request import DECODE, PREFILL, InferenceRequest, Usage, estimated
 from lbproxy.core.requests.retry import FailureKind, UpstreamError, status_failure
+from lbproxy.core.responses.objects import find_objects
 from lbproxy.core.responses.sse import find_response_id
 from lbproxy.core.responses.usage import read_usage
 from lbproxy.net.connections.h1 import ResponseHead
@@ -29,7 +30,7 @@ from lbproxy.net.connections.retry_after import retry_after_s
 from lbproxy.proxy.exchange.exchanger import LARGE_BODY_BYTES, bytes_per_token, expected_prompt_tokens, origin_of
 from lbproxy.proxy.exchange.failures import NO_FAILURES, FailedAttempts, is_missing, refusal_after
 from lbproxy.proxy.exchange.lifetime import Lifetime
-from lbproxy.proxy.exchange.relay import Relay, can_continue, is_json
+from lbproxy.proxy.exchange.relay import Relay, can_continue, is_json, note_objects
 from lbproxy.proxy.exchange.split import Leg, Split, decode_endpoint, first_leg
 from lbproxy.proxy.exchange.steps import (
     BACKING_OFF,
@@ -304,11 +305,20 @@ class Exchange(Lifetime):
             usage = self._note_usage(ticket, usage)
         if (usage is None or usage.completion_tokens is None) and self._generates(head.content_type) and body:
             usage = estimated(usage, ceil(len(body) / (1.0 if head.encoded else bytes_per_token(ticket))))
-        if ticket.request.stores and head.status < 300 and (stored := find_response_id(body)) is not None:
-            runtime.stores(ticket, stored)
+        if ticket.request.stores and head.status < 300:
+            self._note_stored(ticket, head, body)
         # The time of an error shows nothing of the endpoint's speed.
         runtime.answered(ticket, Outcome.COMPLETED, usage, began=bool(body) and head.status < 300, now=now)
         self.finish(reusable)
+
+    def _note_stored(self, ticket: Ticket, head: ResponseHead, body: bytes) -> None:
+        """Note what a complete response shows its endpoint to have."""
+        runtime = self._shared.runtime
+        if self.request.route.flatten is None:
+            if is_json(head):
+                note_objects(runtime, ticket, find_objects(body))
+        elif (stored := find_response_id(body)) is not None:
+            runtime.stores(ticket, stored)
 
     def hints(self, head: ResponseHead) -> None:
         """Pass it on, if the client accepts such heads and has none yet. See net.connections.pool.Receiver."""

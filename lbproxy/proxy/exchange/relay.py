@@ -32,6 +32,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+from collections.abc import Iterable
 from enum import Enum
 from math import ceil
 from typing import Final, Protocol
@@ -217,12 +218,14 @@ class Relay(PayloadWatcher):
             if is_stream and not head.encoded
             else None
         )
-        self._body = BodyScanner(native=route.is_native) if is_json(head) and not is_stream else None
+        stores = self._ticket.request.stores and head.status < 300
+        is_text = is_json(head) and not is_stream
+        self._body = BodyScanner(native=route.is_native, shows=stores and route.flatten is None) if is_text else None
         self._judges_end = ends_by_close and (self._scanner is not None or self._body is not None)
         """Whether a body that only a closed connection ends is complete can be told from it."""
         is_second = self._ticket.request.leg == DECODE and self._ticket.prefill is None
         self._opening = Opening(holds=is_second, events=route.role_events)
-        self._ids = IdScanner() if self._ticket.request.stores and head.status < 300 else None
+        self._ids = IdScanner() if stores and route.flatten is not None else None
         self._record.status = head.status
         if head_sent_by is not None:
             self._enter(Stage.HEAD_SENT)
@@ -294,6 +297,8 @@ class Relay(PayloadWatcher):
                 UpstreamError(FailureKind.RESET, "the body was ended by closing the connection, and is incomplete")
             )
             return
+        if self._body is not None and self._body.shows:
+            note_objects(self._runtime, self._ticket, self._body.objects())
         if self.revocable:
             self._write(b"")
         self._finish(Outcome.COMPLETED)
@@ -511,6 +516,13 @@ class Relay(PayloadWatcher):
         self._enter(Stage.FINISHED)
         self._count()
         self._owner.relayed(outcome)
+
+
+def note_objects(runtime: RequestRuntime, ticket: Ticket, found: Iterable[str]) -> None:
+    """Note which objects the endpoint of a request has. Of those that are known nothing is new."""
+    for one in found:
+        if runtime.stored(one) is None:
+            runtime.stores(ticket, one)
 
 
 def can_continue(head: ResponseHead) -> bool:

@@ -41,15 +41,26 @@ NOT_FORWARDED: Final = _HOP_BY_HOP | {
 CREDENTIALS: Final = frozenset({b"authorization", b"x-api-key"})
 """A client's credentials: OpenAI's way, and that of Anthropic's SDK."""
 REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
-SESSIONS: Final = frozenset({b"x-claude-code-session-id", b"session-id", b"thread-id"})
-"""By which coding agents name the conversation: Claude Code and Codex. `x-session-id` overrules them."""
+SESSIONS: Final = frozenset({b"x-claude-code-session-id", b"session-id", b"thread-id", b"x-session-affinity"})
+"""By which coding agents name the conversation, Claude Code and Codex, and gateways. `x-session-id` overrules them."""
+FLOWS: Final = {
+    b"x-gateway-inference-objective": 1,
+    b"x-llm-d-inference-objective": 2,
+    b"x-gateway-inference-fairness-id": 3,
+    b"x-llm-d-inference-fairness-id": 4,
+    b"x-lbproxy-flow": 5,
+}
+"""By which clients name their flow: llm-d's and older gateways' names, and our own. The greatest number counts."""
+SLOS: Final = frozenset({b"x-llm-d-slo-ttft-ms", b"x-gateway-slo-ttft-ms", b"x-slo-ttft-ms"})
+"""Other names of `x-lbproxy-slo-ttft-ms`, which overrules them."""
 SWITCHES: Final = frozenset({"websocket", "tcp"})
 """Values of Upgrade, in lower case, after which aiohttp reads no more HTTP."""
 HINTS: Final = frozenset(
     {
         b"x-lbproxy-priority",
-        b"x-lbproxy-flow",
         b"x-lbproxy-slo-ttft-ms",
+        *FLOWS,
+        *SLOS,
         b"x-lbproxy-tier",
         b"x-session-id",
         *SESSIONS,
@@ -123,9 +134,11 @@ class RequestFields:
     priority: int | None = None
     """x-lbproxy-priority, -999 to 999; None: missing or invalid."""
     flow: str | None = None
-    """x-lbproxy-flow; None: missing, or not a valid name of a flow."""
+    """x-lbproxy-flow, or another of `FLOWS`; None: missing, or not a valid name of a flow."""
+    flow_rank: int = 0
+    """Which of them."""
     slo_ttft_s: float | None = None
-    """x-lbproxy-slo-ttft-ms, in seconds; None: missing or invalid."""
+    """x-lbproxy-slo-ttft-ms, or one of `SLOS`, in seconds; None: missing or invalid."""
     max_tier: int | None = None
     """x-lbproxy-tier: the highest tier of endpoints that the client allows; None: any."""
     session: str | None = None
@@ -155,14 +168,17 @@ class RequestFields:
             self.origin = value.decode("latin-1")
         elif key == b"x-lbproxy-explain":
             self.explain = value == b"1"
-        elif key == b"x-lbproxy-flow":
-            self.flow = value.decode("ascii") if _FLOW.fullmatch(value) else None
+        elif key in FLOWS:
+            if FLOWS[key] >= self.flow_rank:
+                self.flow, self.flow_rank = value.decode("ascii") if _FLOW.fullmatch(value) else None, FLOWS[key]
         elif key == b"x-lbproxy-tier":
             if TIER.fullmatch(value) is None:
                 raise LbError(Outcome.BAD_REQUEST, "x-lbproxy-tier is a number from 1 to 9.")
             self.max_tier = min(int(value), self.max_tier or int(value))
-        elif key == b"x-lbproxy-slo-ttft-ms":
+        elif key == b"x-lbproxy-slo-ttft-ms" or (key in SLOS and self.slo_ttft_s is None):
             self.slo_ttft_s = int(value) / 1000.0 if _MILLISECONDS.fullmatch(value) else None
+        elif key in SLOS:
+            pass
         else:
             self.priority = int(value) if _PRIORITY.fullmatch(value) else None
 

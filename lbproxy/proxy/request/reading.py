@@ -28,11 +28,12 @@ from lbproxy.core.requests.outline import PARSE_AT_ONCE_BYTES, omitted_bytes
 from lbproxy.core.requests.prompt_keys import BlockKey, hash_prompt
 from lbproxy.core.requests.prompts import Flattening, Prompt
 from lbproxy.core.requests.request import WHOLE, InferenceRequest
+from lbproxy.core.responses.objects import named_in_body, named_in_path
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.handshake import query_model, with_query_model
 from lbproxy.proxy.request.headers import MAX_SESSION_BYTES
 from lbproxy.proxy.request.legs import is_splittable, refuse_own_fields
-from lbproxy.proxy.request.routes import JSON_BODY, Form, form_of, reads_json, stored_response
+from lbproxy.proxy.request.routes import JSON_BODY, OTHER, Form, form_of, reads_json, stored_response
 from lbproxy.request_runtime import RequestRuntime
 
 Large: TypeAlias = LargeJson | FormWalk
@@ -49,6 +50,11 @@ class LargeFacts(NamedTuple):
 
 MAX_ID_CHARS: Final = 160
 """Of the id of a stored response."""
+MAX_SEARCHED_BYTES: Final = 4 << 20
+"""Of a body that is searched for the names of ids before it is walked: 1 ms."""
+_FILE_ID: Final = b'"file_id"'
+_REFERENCES: Final = (b'file_id"', b'_ids"', b'"conversation"')
+"""What names objects in a request of inference."""
 _CREATES: Final = frozenset({"POST", "PATCH"})
 SERVED_S: Final = 1.0
 """How long the set of served models is reused: asking all endpoints takes a while."""
@@ -121,8 +127,13 @@ class Reading:
         prompt_bytes = media_tokens = 0
         keys: tuple[BlockKey, ...] = ()
         response_id, stores, repeatable = None, False, request.route.is_inference or request.method not in _CREATES
-        if request.route.flatten is None or not request.route.is_common or "store" in read:
-            response_id, stores = _storage(request, read)
+        if (
+            request.route.flatten is None
+            or not request.route.is_common
+            or "store" in read
+            or (self._runtime.has_objects and request.body.find(_FILE_ID, 0, MAX_SEARCHED_BYTES) >= 0)
+        ):
+            response_id, stores = self._storage(request, read)
             repeatable = repeatable and not read.get("background")  # it would run to its end each time
         if block_bytes is not None and prompt is not None:
             text, media_tokens = prompt
@@ -161,6 +172,29 @@ class Reading:
             0,
             self._flow_rules.max_tier_of(flow, fields.max_tier, record.key),
         )
+
+    def _storage(self, request: ClientRequest, fields: Mapping[str, object]) -> tuple[str | None, bool]:
+        """The stored object that a request is about, a response that it continues, or another that it names: one whose
+        server is known, if there is one. And whether its own response may be stored, or show what is.
+        """
+        path, route = request.target.partition("?")[0], request.route
+        about = stored_response(path)
+        named = [] if about is None else [about]
+        if route.name == OTHER:
+            named += named_in_path(path)
+        before = _name(fields.get("previous_response_id"), MAX_ID_CHARS)
+        if before is not None:
+            named.append(before)
+        if route.name == OTHER or (
+            self._runtime.has_objects and any(request.body.find(one, 0, MAX_SEARCHED_BYTES) >= 0 for one in _REFERENCES)
+        ):
+            named += named_in_body(fields)
+        known = next((one for one in named if self._runtime.stored(one) is not None), None)
+        if route.flatten is None:
+            return known or next(iter(named), None), route.name == OTHER
+        store = fields.get("store")
+        stores = request.method == "POST" and (store is True or (store is not False and not route.is_common))
+        return known or next(iter(named), None), stores
 
     def _socket(self, request: ClientRequest, record: RequestRecord) -> tuple[ClientRequest, InferenceRequest]:
         """The same for a WebSocket, whose model is in the query. It is not recorded as a stream: its first message does
@@ -252,17 +286,6 @@ def _naming_of(request: ClientRequest, large: Large | None = None) -> Naming:
         walk = large if isinstance(large, FormWalk) else None
         return find_form_name(request.body, request.fields.content_type, walk)
     return Naming(())
-
-
-def _storage(request: ClientRequest, fields: Mapping[str, object]) -> tuple[str | None, bool]:
-    """The stored response that a request continues or is about; and whether its own response may be stored."""
-    named = stored_response(request.target.partition("?")[0])
-    if named is None and "previous_response_id" in fields:
-        before = fields["previous_response_id"]
-        named = _name(before, MAX_ID_CHARS)
-    store = fields.get("store")
-    is_new = request.method == "POST" and request.route.flatten is not None
-    return named, is_new and (store is True or (store is not False and not request.route.is_common))
 
 
 def _may_be_split(request: ClientRequest, fields: Mapping[str, object]) -> bool:

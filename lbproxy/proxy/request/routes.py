@@ -93,7 +93,8 @@ _MODELS = Route("models", Body.ANY, _GET, ours=True)
 HEALTH_PATH: Final = "/health"
 HEALTH: Final = Route("health", Body.ANY, frozenset({"GET", "HEAD"}), ours=True)
 """Of lbproxy, without a key, as model servers have it: clients and load balancers in front know no other path."""
-_OTHER = Route("other", Body.BY_TYPE, _PASSED_METHODS, is_inference=False)
+OTHER: Final = "other"
+_OTHER = Route(OTHER, Body.BY_TYPE, _PASSED_METHODS, is_inference=False)
 _INFERENCE = _OTHER._replace(body=Body.JSON, is_inference=True)
 _UPLOAD = _INFERENCE._replace(body=Body.BY_TYPE)
 ADAPTERS = Route("adapters", Body.JSON, frozenset({"POST"}), ours=True)

@@ -227,7 +227,7 @@ def test_a_response_whose_owner_is_dead_is_404_in_the_engines_words() -> None:
                 reply = await it.ask(post(body(input="and?", previous_response_id=made["e1"]), "/v1/responses"))
                 assert (reply.status, reply.field("x-lbproxy-reason")) == (404, "response_not_found")
                 error = json.loads(reply.body)["error"]
-                assert "Send the conversation again" in error["message"]
+                assert "Send what it held again" in error["message"]
                 assert (error["type"], error["param"]) == ("invalid_request_error", "response_id")
                 assert reply.field("x-should-retry") is None
             reply = await it.ask(post(body(input="and?", previous_response_id=made["e2"]), "/v1/responses"))

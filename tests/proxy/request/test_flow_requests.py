@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,6 +13,7 @@ from hashlib import sha256
 import pytest
 
 from lbproxy.core.requests.outcome import Outcome
+from lbproxy.proxy.request.headers import read_request_fields
 from lbproxy.proxy.request.keys import KeyRing
 from tests.support.aio import run, until
 from tests.support.endpoint import LAST, OK, STREAM_HEAD, Received, ScriptedEndpoint, Wire, event
@@ -53,12 +55,51 @@ def test_a_header_names_the_flow_while_no_key_is_needed() -> None:
     run(main())
 
 
+def test_other_names_of_a_flow_count_where_ours_is_not_given() -> None:
+    """Those of llm-d and of older gateways: an id of fairness before an objective, the new name before the old one."""
+    lines = [
+        (f"x-{name}: f{rank}\r\n", f"f{rank}")
+        for rank, name in enumerate(
+            (
+                *("gateway-inference-objective", "llm-d-inference-objective"),
+                *("gateway-inference-fairness-id", "llm-d-inference-fairness-id", "lbproxy-flow"),
+            )
+        )
+    ]
+
+    async def main() -> None:
+        async with ScriptedEndpoint() as endpoint, rig(endpoint.url) as it:
+            asked = [(line, name) for line, name in lines]
+            for (one, _), (other, name) in itertools.pairwise(lines):
+                asked += [(one + other, name), (other + one, name)]
+            asked.append((lines[4][0].replace("f4", "no name!") + lines[3][0], "anonymous"))
+            for line, _ in asked:
+                assert (await it.ask(post(more=line))).status == 200
+            assert [record.flow for record in it.records.requests] == [name for _, name in asked]
+
+    run(main())
+
+
+@pytest.mark.parametrize("name", ["x-llm-d-slo-ttft-ms", "x-gateway-slo-ttft-ms", "x-slo-ttft-ms"])
+def test_other_names_of_the_deadline(name: str) -> None:
+    ours, theirs = (b"x-lbproxy-slo-ttft-ms", b"2000"), (name.encode(), b"50")
+    host = (b"host", b"x")
+    assert read_request_fields([host, theirs]).slo_ttft_s == 0.05
+    assert read_request_fields([host, ours, theirs]).slo_ttft_s == 2.0
+    assert read_request_fields([host, theirs, ours]).slo_ttft_s == 2.0
+
+
+def test_a_gateways_session_is_a_hint_like_others() -> None:
+    assert read_request_fields([(b"host", b"x"), (b"X-Session-Affinity", b"s1")]).session == "s1"
+
+
 @pytest.mark.parametrize(("header", "expected"), [("", "team-a"), ("flows: {header: true}", "user-7")])
-def test_the_key_is_the_flow_unless_its_bearer_may_say(header: str, expected: str) -> None:
+@pytest.mark.parametrize("name", ["x-lbproxy-flow", "x-llm-d-inference-fairness-id"])
+def test_the_key_is_the_flow_unless_its_bearer_may_say(header: str, expected: str, name: str) -> None:
     async def main() -> None:
         async with ScriptedEndpoint() as endpoint, rig(endpoint.url, more=header) as it:
             guard(it)
-            assert (await it.ask(keyed("team-a", "x-lbproxy-flow: user-7\r\n"))).status == 200
+            assert (await it.ask(keyed("team-a", f"{name}: user-7\r\n"))).status == 200
             assert it.records.requests[0].flow == expected
 
     run(main())

@@ -35,6 +35,7 @@ class TwoModels:
 
     splits = True
     block_bytes = 64
+    has_objects = False
 
     def __init__(self, *models: str) -> None:
         self._models = models or ("m", "n")
