@@ -147,6 +147,15 @@ OFF = {"prefix_cache": False}
 CACHES = [
     Surprise("cache off, conversations", _servers(**OFF), [TALK], 20.0),
     Surprise("cache off, no metrics", _servers(**OFF, **NO_METRICS), [TALK], 20.0, True),
+    *(
+        Surprise(
+            f"cache off, no metrics, {users} users of chat",
+            _servers(**OFF, **NO_METRICS),
+            [_sent("chat", users=users, duration_s=80)],
+            30.0,
+        )
+        for users in (400, 600)
+    ),
     Surprise(
         "cache off, no metrics, nothing of cached tokens",
         _servers(**OFF, **NO_METRICS, usage="no-cached"),

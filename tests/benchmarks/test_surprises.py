@@ -102,6 +102,12 @@ def test_it_runs_and_keeps_the_rules(
     assert Kept(kept).found(Task(other, "gie", 1)) is None
 
 
+def test_the_page_has_the_cells_that_there_are() -> None:
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in surprises.PAGE.read_text("utf-8").splitlines()]
+    assert [one.name for one in SURPRISES] == [row for row in rows if row in {one.name for one in SURPRISES}]
+    assert sum(line.startswith("| ") for line in surprises.PAGE.read_text("utf-8").splitlines()) == len(SURPRISES) + 2
+
+
 def test_cells_are_chosen_by_words() -> None:
     assert len(chosen(["hot prompt"], quick=True)) == 1
     assert {one.name for one in chosen(["hot prompt", "frozen"], quick=False)} >= {
