@@ -28,7 +28,7 @@ from lbproxy.net.connections.h1 import ResponseHead
 from lbproxy.net.connections.pool import Connection
 from lbproxy.net.connections.retry_after import retry_after_s
 from lbproxy.proxy.exchange.exchanger import LARGE_BODY_BYTES, bytes_per_token, expected_prompt_tokens, origin_of
-from lbproxy.proxy.exchange.failures import NO_FAILURES, FailedAttempts, is_missing, refusal_after
+from lbproxy.proxy.exchange.failures import NO_FAILURES, FailedAttempts, is_missing, refusal_after, without_response
 from lbproxy.proxy.exchange.lifetime import Lifetime
 from lbproxy.proxy.exchange.relay import Relay, can_continue, is_json, note_objects
 from lbproxy.proxy.exchange.split import Leg, Split, decode_endpoint, first_leg
@@ -381,12 +381,15 @@ class Exchange(Lifetime):
         assert ticket is not None
         verdict = runtime.after_failure(at, error, self._failed.kinds)
         self.record.error = error.detail
-        self._note_failure(at, error.kind, verdict.outcome.label, verdict.outcome)
+        ended, label = verdict.outcome, verdict.outcome.label
+        if ended is Outcome.COMPLETED:  # a first leg, whose response is not the client's
+            ended, label = without_response(error.kind), f"upstream_{error.kind.value}"
+        self._note_failure(at, error.kind, label, ended)
         runtime.close(ticket, verdict.outcome)
         if verdict.retry:
             self._retry(verdict.delay_s)
         else:
-            self.refuse(LbError(verdict.outcome))
+            self.refuse(LbError(ended))
 
     # relay.Owner
 

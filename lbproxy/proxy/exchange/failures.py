@@ -49,6 +49,18 @@ class FailedAttempts(NamedTuple):
 NO_FAILURES: Final = FailedAttempts()
 
 
+def without_response(kind: FailureKind) -> Outcome:
+    """How a request ends by a response of this kind that cannot be passed on, as the client did not ask for it."""
+    return _WITHOUT.get(kind, Outcome.UPSTREAM_RESET)
+
+
+_WITHOUT: Final = {
+    FailureKind.BUSY: Outcome.NO_ENDPOINTS,
+    FailureKind.LIMITED: Outcome.SATURATED,
+    FailureKind.LATE: Outcome.UPSTREAM_TIMEOUT,
+}
+
+
 def is_missing(
     runtime: RequestRuntime, route: Route, placed: InferenceRequest, endpoint: Endpoint, status: int, body: bytes
 ) -> bool:

@@ -68,8 +68,9 @@ class Opening:
         if not events:
             waits = not scanner.has_content
         else:
-            cut = events == 1 and not scanner.at_boundary and not scanner.is_opaque and _EMPTY_LINE.search(data) is None
-            waits = cut or (self._holds and events - scanner.preamble_events <= self._events)
+            is_first = events == 1 and not (scanner.at_boundary or scanner.is_opaque)
+            is_cut = is_first and _EMPTY_LINE.search(data, max(0, len(self.held) - 3)) is None
+            waits = is_cut or (self._holds and events - scanner.preamble_events <= self._events)
         if waits and len(data) < MAX_HELD_BYTES:
             self.held = data
             return True

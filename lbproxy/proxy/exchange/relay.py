@@ -299,7 +299,9 @@ class Relay(PayloadWatcher):
             return
         if self._body is not None and self._body.shows:
             note_objects(self._runtime, self._ticket, self._body.objects())
-        if self.revocable:
+        if self.revocable and self._scanner is not None:
+            self._write_opening(b"")  # what is held: the end of its first event is missing
+        elif self.revocable:
             self._write(b"")
         self._finish(Outcome.COMPLETED)
 
@@ -407,6 +409,9 @@ class Relay(PayloadWatcher):
                 if self.stage is Stage.HEAD_SENT and self._holds_comments:
                     self._send(self._opening.take())
                 return
+        self._write_opening(data)
+
+    def _write_opening(self, data: bytes) -> None:
         if self._scanner is None or self._scanner.has_content:
             self._content_began = True
             if self._connection is not None:

@@ -244,6 +244,32 @@ def test_a_stream_of_comments_alone_passes() -> None:
     run(main())
 
 
+def test_a_first_event_without_its_end_is_a_first_byte_when_the_stream_ends() -> None:
+    async def main() -> None:
+        async with begun(stream) as it:
+            await it.wire.send(chunk(b"data: 1") + LAST)
+            assert await it.client.reader.readuntil(LAST) == chunk(b"data: 1") + LAST
+            assert await it.record() == (Outcome.COMPLETED, "e1", 1, 200)
+            assert it.it.records.requests[0].first_byte_at is not None
+
+    run(main())
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 30])
+def test_a_first_event_goes_when_it_is_complete_whatever_follows_it(size: int) -> None:
+    """Not with the next one, of which a part has arrived."""
+    opening, scanner = Opening(holds=False, events=0), EventScanner()
+    first, more = b'event: a\ndata: {"x":1}\n\n', b"data: 2"
+    stream, waits = first + more, []
+    for at in range(0, len(stream), size):
+        piece = stream[at : at + size]
+        scanner.feed(piece, 0, len(piece))
+        waits.append(opening.keeps(opening.held + piece, scanner))
+        if not waits[-1]:
+            break
+    assert (len(waits) - 1) * size < len(first) <= len(waits) * size
+
+
 def test_what_is_held_of_comments_is_bounded() -> None:
     async def main() -> None:
         async with begun(stream) as it:

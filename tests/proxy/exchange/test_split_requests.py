@@ -280,6 +280,22 @@ def test_a_prefill_endpoint_that_fails_is_replaced_by_another_or_by_decode_itsel
     run(main())
 
 
+@pytest.mark.parametrize(("code", "ours"), [(500, 502), (502, 502), (503, 503), (529, 503), (429, 429), (504, 504)])
+def test_a_first_leg_that_fails_for_good_is_an_error_of_ours(code: int, ours: int) -> None:
+    """Its response is not the client's: without a retry the client got status 0, recorded as completed."""
+    no_budget = "routing: {split: always}\nretry: {budget_ratio: 0, budget_per_second: 0}"
+
+    async def main() -> None:
+        async with apart(("prefill", status(code)), ("decode", stream), more=no_budget) as (it, (_, second)):
+            reply = await it.ask(post(BODY))
+            (record,) = it.records.requests
+            assert (reply.status, record.outcome.value.status) == (ours, ours)
+            assert reply.field("x-lbproxy-reason") == record.outcome.label
+            assert not second.requests
+
+    run(main())
+
+
 @pytest.mark.parametrize("code", [400, 401, 404, 413, 422])
 def test_a_first_leg_that_is_refused_as_wrong_is_no_verdict_on_the_request(code: int) -> None:
     """Its body is not the client's: decode gets that, and its word is final."""
