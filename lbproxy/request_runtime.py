@@ -146,9 +146,9 @@ class RequestRuntime(ABC):
     def splits(self) -> bool:
         """Whether prefill and decode are apart: some endpoint has a role."""
 
-    def lists_adapter(self, model: str | None) -> bool:
-        """Whether an endpoint lists `model`, and as an adapter."""
-        return any(card.id == model and card.parent is not None for card in self.model_cards())
+    def lists(self, model: str | None) -> bool:
+        """Whether an endpoint that is up lists `model`."""
+        return any(card.id == model for card in self.model_cards())
 
     @abstractmethod
     def look_for_models(self, looked: Callable[[], None]) -> bool:

@@ -110,7 +110,7 @@ class Runtime(RequestRuntime):
             decided=decided,
             retry_after_s=error.retry_after_s,
         )
-        if verdict.outcome is Outcome.NO_ENDPOINTS and self.any_up():
+        if error.kind is FailureKind.CONNECT and verdict.outcome is Outcome.NO_ENDPOINTS and self.any_up():
             verdict = Verdict(False, Outcome.CONNECT_FAILED)  # a pool that is up failed this request
         if self._transitions:
             self._tell()

@@ -13,6 +13,7 @@ knows, has that of the first (`Ticket.prefill`), which ends with the first byte 
 from __future__ import annotations
 
 from lbproxy.core.endpoints.backpressure import Backpressure
+from lbproxy.core.endpoints.breaker import NO_FLOWS
 from lbproxy.core.endpoints.endpoint_set import EndpointSet
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.state import EndpointState
@@ -97,8 +98,10 @@ class Placing:
         state = ticket.placed_state
         state.awaiting_first_byte -= 1
         state.progress.last_at = now
-        state.breaker.successes += 1
-        state.breaker.faults_in_row = 0
+        breaker = state.breaker
+        breaker.successes += 1
+        breaker.faults_in_row = 0
+        breaker.forbidden = NO_FLOWS
         self._backpressure.note_success(state)
         if ticket.trial is not None or ticket.suspect is not None:
             suspect = None if ticket.suspect is None else self._endpoints.get(ticket.suspect)

@@ -266,7 +266,7 @@ class RemoteRuntime(RequestRuntime):
         )
         if error.refused and self.known.owner(request, now) is not None:
             verdict = Verdict(False, Outcome.RESPONSE_NOT_FOUND)  # the process that stored it is gone
-        elif verdict.outcome is Outcome.NO_ENDPOINTS and self.any_up():
+        elif error.kind is FailureKind.CONNECT and verdict.outcome is Outcome.NO_ENDPOINTS and self.any_up():
             verdict = Verdict(False, Outcome.CONNECT_FAILED)  # a pool that is up failed this request
         if self._link is None:
             self.known.failed(ticket.placed_state, now)

@@ -72,6 +72,8 @@ class ModelsAnswer(NamedTuple):
     answered: bool
     """Something that speaks HTTP is there."""
     reason: str
+    refused: bool = False
+    """It wants other credentials."""
 
 
 async def ask_health(endpoint: EndpointSpec, path: str, connections: ConnectionPool, timeout_s: float) -> HealthAnswer:
@@ -97,7 +99,8 @@ async def ask_models(endpoint: EndpointSpec, connections: ConnectionPool, timeou
             return ModelsAnswer(False, None, True, f"{reason} with something that is no model list")
         return ModelsAnswer(True, cards, True, reason)
     # 408 and 429 are for now only; the other refusals (401, 404, a redirect) will be the same next time.
-    return ModelsAnswer(answer.status < 500 and answer.status not in {408, 429}, None, True, reason)
+    refused = answer.status in {401, 402, 403}
+    return ModelsAnswer(answer.status < 500 and answer.status not in {408, 429}, None, True, reason, refused)
 
 
 def self_describing(endpoint: EndpointSpec, owner: str | None) -> str | None:
@@ -233,6 +236,8 @@ class Prober:
         if not answer.valid:
             return
         self._models_due_at = self._runtime.now() + self._jittered(self._settings.models_interval)
+        if answer.refused and self._logged:
+            return  # of a key that was valid: it does not say that it has no list
         self._owner = None if answer.cards is None else engine_of(answer.cards)
         self._runtime.report_models(self._endpoint.uid, answer.cards)
         self._log_change(answer)

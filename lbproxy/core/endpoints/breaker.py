@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The circuit breaker: when failed requests eject an endpoint, and for how long. One `Breaker` for each endpoint.
 
-It decides; the judge acts (see `core.endpoints.judge`). An endpoint is ejected for one of three reasons:
+It decides; the judge acts (see `core.endpoints.judge`). An endpoint is ejected for one of four reasons:
 
 - Too many faults in a row: no connection, a reset, garbage, 502, 504, no response in time, a response that broke.
 - Too small a share of successful responses in the last 30 s. Here a 500 counts too, but only if another endpoint did
   better with the same request, or could not be asked: a request that fails everywhere is its own fault
   (`Ticket.suspect`).
 - No progress: see `core.endpoints.progress`.
+- It refuses lbproxy's own key, by 401 or 402: so it does for all requests, until somebody changes the key, or pays. 403
+  may be about one prompt, and so counts only once requests of several flows got it since one succeeded.
 
 429 and 503 are not faults: they mean "not now", and `core.endpoints.backpressure` handles them. A client that left
 shows nothing.
@@ -31,6 +33,8 @@ INTERVAL_S: Final = 5.0
 """The window of the success rate: 30 s, of which the oldest interval is dropped at a time."""
 MIN_SAMPLES: Final = 5
 JITTER: Final = 0.5
+FORBIDDEN_FLOWS: Final = 2
+NO_FLOWS: Final[frozenset[str]] = frozenset()
 TIME_OUTS: Final = frozenset({FailureKind.TIMEOUT, FailureKind.LATE})
 FAULTS: Final = TIME_OUTS | {FailureKind.CONNECT, FailureKind.RESET, FailureKind.PROTOCOL, FailureKind.GATEWAY}
 """The failures that count as faults in a row."""
@@ -44,6 +48,8 @@ class Cause(Enum):
     """Faults in a row, the last of which was a failed connection."""
     SUCCESS_RATE = "success_rate"
     NO_PROGRESS = "no_progress"
+    KEY = "key"
+    """It refuses the key that lbproxy sends."""
 
 
 class Breaker:
@@ -57,6 +63,7 @@ class Breaker:
         "ejections",
         "failures",
         "faults_in_row",
+        "forbidden",
         "settings",
         "successes",
         "until",
@@ -69,6 +76,8 @@ class Breaker:
         self.failures = 0
         self.faults_in_row = 0
         """Faults since the last successful response."""
+        self.forbidden = NO_FLOWS
+        """Flows whose requests were forbidden since the last successful response: the first few."""
         self._past_successes = [0] * (WINDOW_INTERVALS - 1)
         self._past_failures = [0] * (WINDOW_INTERVALS - 1)
         """The earlier intervals."""
@@ -113,6 +122,12 @@ class Breaker:
                 f"{good} successful responses of {good + bad} in {WINDOW_INTERVALS * INTERVAL_S:g} s",
             )
         return None
+
+    def refuses_key(self, kind: FailureKind, flow: str) -> bool:
+        """Whether a failed attempt of a request of this flow shows that lbproxy's own key is refused."""
+        if kind is FailureKind.FORBIDDEN and len(self.forbidden) < FORBIDDEN_FLOWS:
+            self.forbidden |= {flow}
+        return kind is FailureKind.REFUSED or (kind is FailureKind.FORBIDDEN and len(self.forbidden) >= FORBIDDEN_FLOWS)
 
     def eject(self, cause: Cause, now: float, rng: random.Random) -> float:
         """Begin an ejection, and clear the counts. Returns its duration in seconds."""

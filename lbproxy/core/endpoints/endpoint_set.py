@@ -212,6 +212,8 @@ class EndpointSet:
                     self.serving.changed(state)
                 if self._pool is not None and spec.kv_cache_tokens != before.kv_cache_tokens:
                     state.load.kv.configure(spec.kv_cache_tokens)
+                if spec.api_key != before.api_key:
+                    self.judge.key_changed(state, now=now)
                 if spec.health is None:
                     self.judge.probing_stopped(state, now=now)
                 changed.append(state.endpoint)

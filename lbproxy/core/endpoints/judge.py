@@ -101,6 +101,11 @@ class Judge:
             state.health = Health.UP
             self._came_up(state, now)
 
+    def key_changed(self, state: EndpointState, *, now: float) -> None:
+        """Note that lbproxy sends another key from now on."""
+        if state.health is Health.EJECTED and state.breaker.cause is Cause.KEY:
+            self._move(state, Event.EJECTION_ENDED, "it gets another key", now=now)
+
     def probing_stopped(self, state: EndpointState, *, now: float) -> None:
         """Note that `state` is not probed any more: no probe would ever bring it up."""
         self._move(state, Event.HEALTHY, "not probed any more", now=now)
@@ -156,14 +161,15 @@ class Judge:
         state: EndpointState,
         kind: FailureKind,
         detail: str,
+        flow: str,
         *,
         trial: bool,
         placed_at: float,
         now: float,
         refused: bool = False,
     ) -> None:
-        """Note an attempt at `state`, made at `placed_at`, that failed by `kind`. A time-out does not count while the
-        endpoint makes progress with other work. `trial`: the request tried the endpoint.
+        """Note an attempt at `state`, made at `placed_at`, that failed by `kind`, of a request of this flow. A time-out
+        does not count while the endpoint makes progress with other work. `trial`: the request tried the endpoint.
         """
         if trial:
             self._release_trial(state)
@@ -175,7 +181,10 @@ class Judge:
         if kind is FailureKind.CONNECT:
             for one in state.at_address:
                 self.probed(one, False, detail, now=now, refused=refused)
-        if trial and state.health is Health.HALF_OPEN and _counts_as_failure(kind):
+        if state.breaker.refuses_key(kind, flow):
+            if state.health in {Health.UP, Health.HALF_OPEN}:
+                self._eject(state, Cause.KEY, f"it refuses the key that lbproxy sends: {detail}", now)
+        elif trial and state.health is Health.HALF_OPEN and _counts_as_failure(kind):
             cause = _CAUSES.get(kind, state.breaker.cause)
             self._eject(state, cause, f"the trial request failed: {detail}", now)
         elif _counts_as_failure(kind):

@@ -35,6 +35,8 @@ _POSITION: Final = attrgetter("position")
 _OUTDATED: Final = 0
 STARTABLE: Final = frozenset({"off", "starting"})
 """What `EndpointState.dormant` says of endpoints that are down, and that a webhook can start."""
+USELESS: Final = frozenset({Cause.UNREACHABLE, Cause.KEY})
+"""Whatever it is asked fails there."""
 
 
 class _Group:
@@ -354,4 +356,4 @@ def why_not(state: EndpointState) -> str:
 
 
 def _is_reachable(state: EndpointState) -> bool:
-    return state.breaker.cause is not Cause.UNREACHABLE
+    return state.breaker.cause not in USELESS

@@ -49,5 +49,6 @@ class FailedAttempts:
         counts = kind is not FailureKind.STRANDED and not open_question
         if counts:
             trial, placed_at = ticket.is_trial, ticket.placed_at or 0.0
-            self._judge.failed(state, kind, why, trial=trial, placed_at=placed_at, now=now, refused=refused)
+            flow = ticket.request.flow
+            self._judge.failed(state, kind, why, flow, trial=trial, placed_at=placed_at, now=now, refused=refused)
         return verdict, counts

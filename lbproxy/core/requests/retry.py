@@ -62,8 +62,12 @@ class FailureKind(Enum):
     """The endpoint returned 504, or a status that says the same: a proxy in front of it waited for too long, and the
     work may still be running."""
     MISSING = "missing"
-    """The endpoint returned 404 for a LoRA adapter that it had listed, which was unloaded there; or 400 for its
-    data-parallel rank, as the server was started anew with fewer."""
+    """The endpoint returned 404 for a model or an adapter that it had listed, which is not there any more; or 400 for
+    its data-parallel rank, as the server was started anew with fewer."""
+    REFUSED = "refused"
+    """The endpoint returned 401 or 402 to a key of lbproxy's own: the key is not valid, or its account is empty."""
+    FORBIDDEN = "forbidden"
+    """The endpoint returned 403 to such a key: because of the key, or of this request, which another one may take."""
     STRANDED = "stranded"
     """The endpoint was found down, or without progress, while the request waited for its first byte."""
 
@@ -79,17 +83,20 @@ _STATUSES: Final = {
     529: FailureKind.BUSY,  # Anthropic
     598: FailureKind.LATE,  # some proxies
 }
+_OF_OWN_KEY: Final = {401: FailureKind.REFUSED, 402: FailureKind.REFUSED, 403: FailureKind.FORBIDDEN}
 _CERTAIN: Final = frozenset({501, 505, 506, 508, 510, 511})
 """Known statuses of 500 and above that say that this request cannot be served so: not a failure of the endpoint."""
 
 
-def status_failure(status: int) -> FailureKind | None:
+def status_failure(status: int, *, own_key: bool) -> FailureKind | None:
     """As which failure a response of this status is retried elsewhere, as another endpoint may do better; 400 and 404
-    only for what is known to be somewhere. None: it passes unchanged, as it does if no retry is possible.
+    only for what is known to be somewhere. None: it passes unchanged, as it does if no retry is possible. `own_key`:
+    the endpoint got a key of lbproxy's own, so that no client can do anything about 401.
 
     An unknown status of 500 and above is a 500 (RFC 9110, section 15).
     """
-    kind = _STATUSES.get(status)
+    kind = _OF_OWN_KEY.get(status) if own_key and status < 404 else None
+    kind = kind or _STATUSES.get(status)
     return FailureKind.ERROR if kind is None and 500 <= status < 600 and status not in _CERTAIN else kind
 
 
@@ -135,7 +142,15 @@ class _Rule:
 
 _ANY_NUMBER: Final = 1000
 _NOT_STARTED: Final = frozenset(
-    {FailureKind.CONNECT, FailureKind.STALE, FailureKind.BUSY, FailureKind.LIMITED, FailureKind.MISSING}
+    {
+        FailureKind.CONNECT,
+        FailureKind.STALE,
+        FailureKind.BUSY,
+        FailureKind.LIMITED,
+        FailureKind.MISSING,
+        FailureKind.REFUSED,
+        FailureKind.FORBIDDEN,
+    }
 )
 """After these failures the endpoint had not started on the request, so the request cannot be their cause."""
 _SAFE_TO_REPEAT: Final = _NOT_STARTED - {FailureKind.STALE}
@@ -152,6 +167,8 @@ _RULES: Final = {
     FailureKind.GATEWAY: _Rule(Outcome.COMPLETED, max_retries=_ANY_NUMBER),
     FailureKind.LATE: _Rule(Outcome.COMPLETED),  # as after a time-out
     FailureKind.MISSING: _Rule(Outcome.COMPLETED, max_retries=_ANY_NUMBER),
+    FailureKind.REFUSED: _Rule(Outcome.NO_ENDPOINTS, max_retries=_ANY_NUMBER),
+    FailureKind.FORBIDDEN: _Rule(Outcome.COMPLETED, max_retries=1),
     FailureKind.STRANDED: _Rule(Outcome.UPSTREAM_TIMEOUT, max_retries=_ANY_NUMBER),
 }
 

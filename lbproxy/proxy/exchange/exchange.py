@@ -492,7 +492,7 @@ class Exchange(Lifetime):
         """Whether to drop this response and ask another endpoint, which is then in progress."""
         ticket, runtime = self._ticket, self._shared.runtime
         assert ticket is not None
-        kind = status_failure(status)
+        kind = status_failure(status, own_key=ticket.placed_state.endpoint.api_key is not None)
         if kind is None:
             return False
         if kind is FailureKind.MISSING and not is_missing(
@@ -504,11 +504,14 @@ class Exchange(Lifetime):
         after_s = None if head is None else retry_after_s(head.end_to_end)
         error = UpstreamError(kind, f"returned {status}", retry_after_s=after_s)
         verdict = runtime.after_failure(ticket, error, self._failed.kinds)
-        if not verdict.retry:
+        if not verdict.retry and kind is not FailureKind.REFUSED:
             return False
         self._note_failure(ticket, kind, f"upstream_{status}")
         runtime.close(ticket, verdict.outcome)
-        self._retry(verdict.delay_s)
+        if verdict.retry:
+            self._retry(verdict.delay_s)
+        else:  # its words are for whoever owns the key, and may have a part of it
+            self.refuse(LbError(Outcome.NO_ENDPOINTS))
         return True
 
     def _note_failure(self, ticket: Ticket, kind: FailureKind, label: str, ended: Outcome | None = None) -> None:

@@ -64,12 +64,12 @@ _WITHOUT: Final = {
 def is_missing(
     runtime: RequestRuntime, route: Route, placed: InferenceRequest, endpoint: Endpoint, status: int, body: bytes
 ) -> bool:
-    """Whether a 400 or 404 can only mean that something is not there: the rank that lbproxy named, a listed adapter
-    (the path exists on every model server), or a stored response whose endpoint is not known.
+    """Whether a 400 or 404 can only mean that something is not there: the rank that lbproxy named, a model or adapter
+    that is listed (the path exists on every model server), or a stored response whose endpoint is not known.
     """
     if status == 400 and not rank_is_gone(endpoint, body):
         return False
-    if status == 400 or (route.is_common and runtime.lists_adapter(placed.model)):
+    if status == 400 or (route.is_common and runtime.lists(placed.model)):
         runtime.doubt_models(endpoint.uid)
         return True
     return placed.response_id is not None and runtime.stored(placed.response_id) is None

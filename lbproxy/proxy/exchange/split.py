@@ -237,9 +237,9 @@ class Split:
 
     def _responded(self, result: Result) -> None:
         self._call = None
-        if isinstance(result, Called) and (status := result.head.status) >= 429:
-            kind = status_failure(status)
-            if kind is not None:
+        if isinstance(result, Called) and (status := result.head.status) >= 401:
+            kind = status_failure(status, own_key=self.endpoint.api_key is not None)
+            if kind is not None and kind is not FailureKind.MISSING:
                 result = UpstreamError(kind, f"prefill returned {status}")
         if isinstance(result, UpstreamError):
             self._shared.engine_ids.pop(self.endpoint.base_url, None)  # it may be another process now

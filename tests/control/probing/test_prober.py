@@ -195,8 +195,11 @@ def test_an_endpoint_that_hangs_slows_no_other() -> None:
 
 @pytest.mark.parametrize(
     "script",
-    [answer(status=500), answer(status=429), answer(b"<html>", kind="text/html"), GARBAGE, hang, TOO_LONG_A_LIST],
-    ids=["500", "429", "html", "garbage", "hang", "too large"],
+    [
+        *(answer(status=500), answer(status=429), answer(status=401), answer(status=403)),
+        *(answer(b"<html>", kind="text/html"), GARBAGE, hang, TOO_LONG_A_LIST),
+    ],
+    ids=["500", "429", "401", "403", "html", "garbage", "hang", "too large"],
 )
 def test_a_failed_question_for_models_changes_nothing(script: Script) -> None:
     """Forgetting them would send an endpoint's requests elsewhere because of one bad moment."""
@@ -217,7 +220,7 @@ def test_a_failed_question_for_models_changes_nothing(script: Script) -> None:
     run(main())
 
 
-@pytest.mark.parametrize("script", [NOT_FOUND, answer(status=401), answer(status=307)], ids=["404", "401", "307"])
+@pytest.mark.parametrize("script", [NOT_FOUND, answer(status=307)], ids=["404", "307"])
 def test_an_endpoint_without_a_list_is_up_and_says_nothing(script: Script) -> None:
     async def main() -> None:
         async with ScriptedEndpoint({"/health": OK, "/v1/models": model_list("m")}) as server:
