@@ -12,6 +12,8 @@ from lbproxy.config.sections.routing import AdmissionSettings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints.endpoint import Endpoint
 from lbproxy.core.endpoints.health import Health
+from lbproxy.core.engines.load_metrics import LoadMetrics
+from lbproxy.core.engines.orca import LoadReport
 from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.requests.outcome import Outcome
 from tests.support.pool import MODEL, bring_up, card, make_balancer, pool_of, request, seen, show_gauges, spec, taken
@@ -43,6 +45,23 @@ def test_an_endpoint_where_others_wait_gets_less() -> None:
     counts = Counter(endpoint_of(place(balancer, now=0.01)).name for _ in range(38))
     assert counts["e1"] == 5
     assert {counts[name] for name in ("e2", "e3", "e4")} == {11}
+
+
+def test_requests_that_wait_for_no_room_are_load_and_no_queue() -> None:
+    """vLLM's deferred ones, which a load report counts among those that wait. Also for what is as many at a time."""
+    balancer, endpoints = pool_of(2)
+    gauges = LoadMetrics(scraped_at=0.0, waiting=0.0, running=1.0, deferred=5.0, slots=4)
+    balancer.report_scrape(endpoints[0].uid, gauges)
+    show_gauges(balancer, endpoints[1].uid, now=0.0, running=1.0)
+    state = balancer.endpoints.get(endpoints[0].uid)
+    assert state is not None
+    assert (state.others, state.others_running, state.reported_slots) == (6.0, 6.0, 4)
+    ticket = place(balancer)
+    assert endpoint_of(ticket) is endpoints[1], "it has fewer"
+    ticket = next(one for one in (place(balancer) for _ in range(9)) if endpoint_of(one) is endpoints[0])
+    balancer.report_load(ticket, LoadReport(waiting=7.0), now=0.1)
+    assert state.metrics is not None
+    assert (state.metrics.waiting, state.metrics.deferred, state.metrics.requests) == (2.0, 5.0, 8.0)
 
 
 def test_own_requests_in_the_gauges_are_not_counted_twice() -> None:

@@ -378,7 +378,7 @@ class Scraper:
         self._count(OK)
         self._good_at = metrics.scraped_at
         self._failures, self._in_vain = 0, False
-        self._idle = metrics.waiting == 0 and metrics.running == 0
+        self._idle = metrics.waiting == 0 and metrics.running == 0 and not metrics.deferred
         self._runtime.report_scrape(self.endpoint.uid, metrics, ranks)
         self._compare_ranks(len(ranks) or 1)
         assert self._reader is not None

@@ -229,12 +229,9 @@ def note_scrape(state: EndpointState, metrics: LoadMetrics, stale_after_s: float
     state.progress.scraped(metrics, before, placed=placed, in_flight=state.in_flight, others=others)
     state.metrics = metrics
     state.fresh_until = state.scrape_until = metrics.scraped_at + stale_after_s
-    waiting = metrics.waiting or 0.0
-    queued = max(0.0, waiting - state.awaiting_first_byte - state.elsewhere_awaiting)
-    if metrics.waiting is None and metrics.running is None:
-        state.others = None
-    else:
-        state.others = max(0.0, waiting + (metrics.running or 0.0) - state.in_flight_at_scrape)
+    queued = max(0.0, (metrics.waiting or 0.0) - state.awaiting_first_byte - state.elsewhere_awaiting)
+    requests = metrics.requests
+    state.others = None if requests is None else max(0.0, requests - state.in_flight_at_scrape)
     state.others_running = max(0.0, (state.others or 0.0) - queued)
     return queued
 

@@ -57,6 +57,13 @@ class LoadMetrics:
     another value means another process, whose caches are empty."""
 
     @property
+    def requests(self) -> float | None:
+        """All requests that it has, running or waiting for whatever."""
+        if self.waiting is None and self.running is None:
+            return None
+        return (self.waiting or 0.0) + (self.running or 0.0) + (self.deferred or 0.0)
+
+    @property
     def counted_tokens(self) -> int | None:
         """The size of the KV cache in tokens by its blocks."""
         return self.kv_blocks * self.block_size_tokens if self.kv_blocks and self.block_size_tokens else None

@@ -164,7 +164,7 @@ class PageReader:
 
 def _without_copies(table: EngineTable, samples: Samples) -> Samples:
     """The samples without copies: each scheduler of a tensor-parallel group says the same, and so do those of pipeline,
-    expert and context parallelism. Only data-parallel ranks divide the load.
+    expert and context parallelism, each perhaps with the `pid` of its own. Only data-parallel ranks divide the load.
     """
     return {family: _first_ranks(table, series) if len(series) > 1 else series for family, series in samples.items()}
 
@@ -176,7 +176,7 @@ def _first_ranks(table: EngineTable, series: list[Sample]) -> list[Sample]:
         return series
     kept: dict[tuple[tuple[str, str], ...], tuple[list[tuple[int, str]], Sample]] = {}
     for one in series:
-        key = tuple((name, value) for name, value in one.labels.items() if name not in copies)
+        key = tuple((name, value) for name, value in one.labels.items() if name not in copies and name != "pid")
         place = [(len(rank), rank) for rank in (one.labels.get(name, "") for name in copies)]
         known = kept.get(key)
         if known is None or place <= known[0]:

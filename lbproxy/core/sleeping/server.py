@@ -156,7 +156,7 @@ class Server:
         for state in self.states:
             metrics = state.metrics
             if metrics is not None and now <= state.fresh_until:
-                busy = busy or bool((metrics.running or 0.0) + (metrics.waiting or 0.0))
+                busy = busy or bool(metrics.requests)
             seen += [state.placed, -1.0 if metrics is None or metrics.work is None else metrics.work]
         now_seen = (*seen, float(busy))
         if busy or now_seen != self._seen or self.phase is not Phase.AWAKE:

@@ -243,6 +243,7 @@ def test_each_rank_has_the_size_that_it_states() -> None:
 def test_of_ranks_that_do_not_divide_the_load_the_first_counts(label: str) -> None:
     series = "".join(f'q{{{label}="{n}",m="{m}"}} {10 * m + (n == 2)}\n' for n in (10, 9, 2, 3) for m in (1, 2))
     assert metrics(series).waiting == 11.0 + 21.0
+    assert metrics(series.replace('m="', 'pid="1",m="', 3)).waiting == 11.0 + 21.0, "each has a process of its own"
     for dividing in ("dp_rank", "data_parallel_rank", "engine"):
         assert metrics(series.replace(label, dividing)).waiting == 11.0 + 21.0 + 3 * 30.0
 
