@@ -49,7 +49,7 @@ def signal_text(signal: Signal) -> str:
 
 def optional(engine: EngineTable) -> list[tuple[str, Signal]]:
     """What is not a signal, as the page calls it."""
-    named = ["waiting before that", "deferred", "cache in tokens", "slots", "work", "adapters"]
+    named = ["waiting before that", "deferred", "cache in tokens", "slots", "awake", "work", "adapters"]
     return list(zip(named, engine.others().values(), strict=True))
 
 

@@ -397,9 +397,12 @@ class Balancer:
         return self._endpoints
 
     def wants_scrape(self, uid: EndpointUid) -> bool:
-        """Whether a server's metrics are to be scraped: it is up, or has requests of ours."""
+        """Whether a server's metrics are to be scraped: it is up, or has requests of ours, or sleeps by their word."""
         ranks = self._endpoints.at_address(uid)
-        return any(state.health is Health.UP or state.in_flight > 0 for state in ranks)
+        return any(
+            state.health is Health.UP or state.in_flight > 0 or (state.metrics is not None and state.metrics.asleep)
+            for state in ranks
+        )
 
     def any_up(self) -> bool:
         """Whether any endpoint takes requests."""

@@ -64,6 +64,33 @@ def test_requests_that_wait_for_no_room_are_load_and_no_queue() -> None:
     assert (state.metrics.waiting, state.metrics.deferred, state.metrics.requests) == (2.0, 5.0, 8.0)
 
 
+def test_an_engine_that_somebody_else_put_to_sleep_is_down_until_it_is_awake() -> None:
+    """Its health check passes all along, and a request there would wait until somebody wakes it."""
+    balancer, endpoints = pool_of(2)
+    asleep, now = endpoints[0].uid, 0.0
+
+    def pass_time(*, sleeps: bool) -> set[str]:
+        nonlocal now
+        assert balancer.wants_scrape(asleep), "or nobody would see it wake up"
+        for _ in range(3):
+            now += 1.0
+            balancer.report_scrape(asleep, LoadMetrics(scraped_at=now, waiting=0.0, running=0.0, asleep=sleeps))
+            for endpoint in endpoints:
+                balancer.report_health(endpoint.uid, True, "GET /health returned 200", now=now)
+        tickets = [place(balancer, now=now) for _ in range(8)]
+        names = {endpoint_of(ticket).name for ticket in tickets}
+        for ticket in tickets:
+            balancer.close(ticket, Outcome.COMPLETED, now=now)
+        return names
+
+    assert pass_time(sleeps=False) == {"e1", "e2"}
+    taken(balancer)
+    assert pass_time(sleeps=True) == {"e2"}
+    (change,) = taken(balancer)
+    assert (change.after, change.reason) == (Health.DOWN, "its engine sleeps, as its metrics show")
+    assert pass_time(sleeps=False) == {"e1", "e2"}
+
+
 def test_own_requests_in_the_gauges_are_not_counted_twice() -> None:
     """A gauge shows our own requests too: only what was not ours when the scrape left is others' load."""
     balancer, endpoints = pool_of(2)

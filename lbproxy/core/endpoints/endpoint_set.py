@@ -350,7 +350,9 @@ class EndpointSet:
     def report_health(self, uid: EndpointUid, ok: bool, reason: str, *, now: float, refused: bool) -> None:
         """Note the result of a probe, or a failed connection. Ignored if the endpoint left."""
         for state in self.at_address(uid):
-            self.judge.probed(state, ok, reason, now=now, refused=refused)
+            asleep = ok and state.endpoint.sleep is None and _sleeps(state, now)
+            said = "its engine sleeps, as its metrics show" if asleep else reason
+            self.judge.probed(state, ok and not asleep, said, now=now, refused=refused)
 
     def may_probe_in(self, uid: EndpointUid, *, now: float) -> float:
         """In how many seconds a probe may be sent; 0 = now, and it is counted as sent. An endpoint that is down is
@@ -502,3 +504,8 @@ class EndpointSet:
 def _trial_at(state: EndpointState) -> float:
     """When the next request may try it."""
     return max(state.tried_at + TRIAL_S, state.dialled_at + DIAL_S)
+
+
+def _sleeps(state: EndpointState, now: float) -> bool:
+    """Whether an engine that lbproxy does not wake sleeps: it would answer nothing until somebody else wakes it."""
+    return state.metrics is not None and state.metrics.asleep and now <= state.scrape_until

@@ -258,6 +258,7 @@ def note_load(
         stated_tokens=known.stated_tokens,
         deferred=gauges.deferred,
         slots=known.slots,
+        asleep=gauges.asleep,
         work=known.work,
         lora=known.lora,
         started_at=known.started_at,

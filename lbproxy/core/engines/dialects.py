@@ -22,7 +22,7 @@ from lbproxy.core.engines.exposition import Scanner
 SIGNALS = ("waiting", "running", "kv_utilization", "block_size_tokens", "kv_blocks")
 """The signals that routing uses; fields of `LoadMetrics`. An engine's table says which of them it has."""
 
-OTHER_SIGNALS = ("also_waiting", "deferred", "kv_tokens", "slots", "work", "lora")
+OTHER_SIGNALS = ("also_waiting", "deferred", "kv_tokens", "slots", "awake", "work", "lora")
 """What else is read, where it is."""
 
 
@@ -60,6 +60,8 @@ class EngineTable:
     """Requests that wait for something else than room: see `LoadMetrics.deferred`."""
     slots: Signal = ()
     """How many requests it runs at once."""
+    awake: Signal = ()
+    """0 while it sleeps: see `core.engines.sleep_mode`."""
     work: Signal = ()
     """A counter of steps or tokens that changes while requests run, not only when they end: see
     `core.endpoints.progress`."""
@@ -110,6 +112,7 @@ ENGINES: Mapping[str, EngineTable] = {
         waiting=_signal("vllm:num_requests_waiting_by_reason{reason=capacity}", "vllm:num_requests_waiting"),
         deferred=_signal("vllm:num_requests_waiting_by_reason{reason=deferred}"),
         running=_signal("vllm:num_requests_running"),
+        awake=_signal("vllm:engine_sleep_state{sleep_state=awake}"),
         # A share 0..1 in spite of its name; older versions (0.8.5) have gpu_cache_usage_perc.
         kv_utilization=_signal("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
         block_size_tokens=_signal("vllm:cache_config_info", label="block_size"),

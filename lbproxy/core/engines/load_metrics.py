@@ -48,6 +48,8 @@ class LoadMetrics:
     prompt."""
     slots: int | None = None
     """How many requests it runs at once."""
+    asleep: bool = False
+    """Its engine says that it sleeps, whoever put it to sleep."""
     work: float | None = None
     """Steps or tokens computed so far: a number that changes while requests run. It is only compared with itself."""
     lora: LoraMetrics | None = None

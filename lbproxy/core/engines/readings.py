@@ -39,7 +39,7 @@ endpoints."""
 MAX_LORA_FUTURE_S = 60.0
 """vLLM's LoRA gauge is a time. With several API servers the times are added up and lie far in the future: such a series
 is ignored. Clocks may differ by this much."""
-_TOTALS = ("deferred", "kv_tokens", "slots")
+_TOTALS = ("deferred", "kv_tokens", "slots", "awake")
 """What is optional and summed over series."""
 STARTED = "process_start_time_seconds"
 """Prometheus' convention for client libraries."""
@@ -151,6 +151,7 @@ class PageReader:
             stated_tokens=int(stated) if stated else None,
             deferred=self._kept_value("deferred", scraped_at),
             slots=int(slots) if slots else None,
+            asleep=self._kept_value("awake", scraped_at) == 0.0,
             work=_work(self._table.work, samples),
             lora=lora,
             started_at=started_at,

@@ -41,6 +41,7 @@ TABLE = EngineTable(
     lora=signal("lora"),
 )
 KEEP_S = 2.0
+STATES = ("asleep", "work", "lora", "started_at")
 
 
 def changed(**signals: Signal) -> EngineTable:
@@ -226,6 +227,17 @@ def test_the_size_that_a_page_states_counts_where_blocks_do_not_explain_it(
     assert got.kv_tokens == tokens
 
 
+@pytest.mark.parametrize(
+    ("states", "asleep"), [((1,), False), ((0,), True), ((0, 1), False), ((0, 0), True), ((), False)]
+)
+def test_an_engine_sleeps_if_none_of_its_ranks_is_awake(states: tuple[int, ...], asleep: bool) -> None:
+    page = "vllm:num_requests_running 0\n"
+    for rank, state in enumerate(states):
+        page += f'vllm:engine_sleep_state{{engine="{rank}",sleep_state="awake"}} {state}\n'
+        page += f'vllm:engine_sleep_state{{engine="{rank}",sleep_state="weights_offloaded"}} {1 - state}\n'
+    assert metrics(page, VLLM).asleep is asleep
+
+
 def test_each_rank_has_the_size_that_it_states() -> None:
     page = recorded("documented/vllm-dp2-hybrid")
     got = PageReader(VLLM, keep_s=0.0).read(page, scraped_at=5.0, wall_time=WALL_TIME)
@@ -277,7 +289,7 @@ def test_new_name_wins_over_the_old_one() -> None:
 
 def test_signals_are_fields_of_load_metrics() -> None:
     fields = [field.name for field in dataclasses.fields(LoadMetrics)]
-    assert fields == ["scraped_at", *SIGNALS, "stated_tokens", "deferred", "slots", "work", "lora", "started_at"]
+    assert fields == ["scraped_at", *SIGNALS, "stated_tokens", "deferred", "slots", *STATES]
     assert set(SIGNALS) <= {field.name for field in dataclasses.fields(EngineTable)}
 
 
