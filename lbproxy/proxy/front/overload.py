@@ -33,6 +33,10 @@ RELIEVE_MARK = 0.5
 """From here on free memory is returned to the system regularly, so that there is room for the next burst of large
 bodies."""
 RELIEVE_EVERY_S = 5.0
+RELIEVE_BYTES = 64 << 20
+"""So much more than the least since the last time is returned in any case, once no body was held for `REST_S`: else the
+heap of each crowd would begin in the holes of the one before."""
+REST_S = 1.0
 LATE_S, IN_TIME_S = 0.25, 0.125
 LAG_FOR_S = 1.0
 BUSY = 0.2
@@ -99,6 +103,31 @@ class Lag:
         return False
 
 
+class Relief:
+    """When free memory is returned to the system."""
+
+    __slots__ = ("_due_at", "_held_at", "_least_rss")
+
+    def __init__(self) -> None:
+        self._due_at = float("-inf")
+        """Not before."""
+        self._held_at = time.monotonic()
+        """When a body was last seen to be held."""
+        self._least_rss = float("inf")
+        """Since the last time."""
+
+    def is_due(self, rss: int, share: float, held_bytes: int, *, now: float) -> bool:
+        """Judge one observation. `share`: of the memory that may be used."""
+        self._least_rss = min(self._least_rss, rss)
+        if held_bytes:
+            self._held_at = now
+        rests = now - self._held_at >= REST_S and rss - self._least_rss >= RELIEVE_BYTES
+        if not (rests or share >= RELIEVE_MARK) or now < self._due_at:
+            return False
+        self._due_at, self._least_rss = now + RELIEVE_EVERY_S, rss
+        return True
+
+
 class Overload:
     """The overload state: the pulse calls `tick`, and requests read it."""
 
@@ -120,10 +149,11 @@ class Overload:
         self.end_largest: Callable[[], bool] = lambda: False
         """Ends the request that holds most memory; False if there is none."""
         self.relieve: Callable[[], None] = lambda: None
-        """Returns free memory to the system. Called regularly while memory is short."""
+        """Returns free memory to the system: see `Relief`."""
         self._level = 0
         """How many of the marks memory use exceeds."""
-        self._read_at = self._relieve_at = float("-inf")
+        self._read_at = float("-inf")
+        self._relief = Relief()
         self._lag = Lag()
         self._ticked_at, self._computed_s = time.monotonic(), time.thread_time()
         self.reconfigure(limits)
@@ -197,8 +227,7 @@ class Overload:
             self._changed("%.0f %% of memory are in use: %s", 100 * share, _CONSEQUENCES[level], began=level > before)
         if share >= MEMORY_MARKS[-1] and self.end_largest():
             self.ended += 1
-        if share >= RELIEVE_MARK and now >= self._relieve_at:
-            self._relieve_at = now + RELIEVE_EVERY_S
+        if self._relief.is_due(rss, share, self.held_bytes, now=now):
             self.relieve()
 
     def _changed(self, text: str, *arguments: object, began: bool) -> None:

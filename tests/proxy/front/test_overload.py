@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 import pytest
 
@@ -79,6 +80,26 @@ def test_memory_that_is_free_but_kept_is_given_back_now_and_then() -> None:
         meter.rss = percent * 10 * MIB
         overload.judge_memory(now=now)
     assert len(relieved) == 2
+
+
+def test_what_a_crowd_leaves_is_given_back_once_it_has_left() -> None:
+    """Also far below the limit: after the third crowd of hostile clients 412 MiB of holes were kept, 44 are with it."""
+    meter = Meter()
+    overload, holder = made(meter), Request()
+    relieved: list[int | None] = []
+    overload.relieve = lambda: relieved.append(meter.rss)
+    start = time.monotonic()
+    overload.hold(holder, MIB)
+    for after_s, mib in (
+        *((0.0, 20), (10.0, 100), (10.5, 101), (10.75, 102), (11.75, 103), (12.0, 104)),  # after a second, once
+        *((20.0, 22), (30.0, 80), (40.0, 90)),  # 64 MiB more than the least since
+        *((41.0, 91), (50.0, 92)),  # what cannot be given back is not asked for again
+    ):
+        if after_s > 10:
+            overload.release(holder)
+        meter.rss = mib * MIB
+        overload.judge_memory(now=start + after_s)
+    assert relieved == [103 * MIB, 90 * MIB]
 
 
 def test_where_nothing_is_known_of_memory_nothing_is_refused_for_it() -> None:

@@ -149,7 +149,10 @@ async def late(wire: Wire, request: Received) -> None:
     await asyncio.sleep(random.choice((0.0, 0.0001, 0.001, 0.05, 0.5)))
     if wire.reader._buffer:  # type: ignore[attr-defined]
         return
-    sock = socket.socket(fileno=os.dup(wire.writer.get_extra_info("socket").fileno()))
+    own = wire.writer.get_extra_info("socket")
+    if own is None:
+        return  # lbproxy has closed it
+    sock = socket.socket(fileno=os.dup(own.fileno()))
     with sock, contextlib.suppress(BlockingIOError):
         sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         return
@@ -281,7 +284,7 @@ class HostileServer(TcpServer):
             while (request := await wire.read_request()) is not None:
                 script = self._script(request.path)
                 await (wire.send(script) if isinstance(script, bytes) else script(wire, request))
-        except (OSError, ValueError, asyncio.LimitOverrunError, asyncio.CancelledError):
+        except (OSError, ValueError, RuntimeError, asyncio.LimitOverrunError, asyncio.CancelledError):
             pass
         finally:
             writer.transport.abort()
