@@ -179,7 +179,7 @@ def _part_name(head: bytes) -> bytes | None:
             if disposition is not None:
                 return None
             disposition = field[2]
-    if disposition is None or not disposition.startswith(_FORM_DATA):
+    if disposition is None or disposition[: len(_FORM_DATA)].lower() != _FORM_DATA:
         return None
     values: dict[bytes, bytes] = {}
     at = len(_FORM_DATA)

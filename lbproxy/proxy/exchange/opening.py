@@ -94,6 +94,8 @@ def _status(text: bytes) -> int | None:
         error = orjson.loads(text)["error"]
     except orjson.JSONDecodeError:
         return None
+    if type(error) is not dict:  # there is a second one
+        return None
     code = error.get("code")
     if type(code) is str and code.isdecimal() and len(code) == 3:
         code = int(code)

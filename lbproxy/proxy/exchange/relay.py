@@ -7,8 +7,9 @@ how far the response is:
 
     stage        event                                                          next stage
     HELD         the first of the body (opening.py), of a stream its first      COMMITTED
-                 event; or none arrived with the head of a response that is not a stream; or `HOLD_HEAD_S`
-                 passed, and only this body could follow this head; or complete
+                 event; or none arrived with the head of a response that is
+                 not a stream; or `HOLD_HEAD_S` passed, and only this body
+                 could follow this head; or complete
                  `HOLD_HEAD_S` passed, and another stream could follow; or      HEAD_SENT
                  the client has the head of an earlier attempt
     HEAD_SENT    the first event, or complete                                   COMMITTED

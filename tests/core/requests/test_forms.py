@@ -49,6 +49,7 @@ MODEL = part('"model"', b"whisper-1")
         (FILE * 3, part('"prompt"', b"model"), MODEL, part('"n"', b"1")),
         (part("model", b"whisper-1", head="content-disposition:form-data;"),),
         (part('"model"', b" whisper-1\n"),),
+        (part('"model"', b"whisper-1", head="CONTENT-DISPOSITION: Form-Data; "),),
         (part('"model"', b"whisper-1", "\r\nContent-Type: text/plain; charset=utf-8"),),
         (part('"file"', b"\r\n--B0un\r\n--B0undx\r\n" + MODEL[9:], '; filename="x"'), MODEL),
     ],

@@ -582,6 +582,8 @@ def test_an_error_of_anthropics_api_has_the_status_of_its_type(kind: str, status
         ([b'data: {"error":{"code":400,"type":"server_error"}}\n\n'], None),
         ([b'data: {"error":{"code":null,"type":"server_error"}}\n\n'], 500),
         ([b'data: {"error":"overloaded","code":503}\n\n'], None),
+        ([b'data: {"error":{"code":503},"error":5}\n\n'], None),
+        ([b'data: {"error":{"code":503}\n\n'], None),
     ],
 )
 def test_an_error_at_the_beginning_is_found_however_it_is_cut(pieces: list[bytes], status: int | None) -> None:
