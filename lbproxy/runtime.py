@@ -112,6 +112,8 @@ class Runtime(RequestRuntime):
         )
         if error.kind is FailureKind.CONNECT and verdict.outcome is Outcome.NO_ENDPOINTS and self.any_up():
             verdict = Verdict(False, Outcome.CONNECT_FAILED)  # a pool that is up failed this request
+        if error.refused:
+            self._ask_renewed()
         if self._transitions:
             self._tell()
         self._pump_soon()
@@ -227,6 +229,7 @@ class Runtime(RequestRuntime):
     def report_health(self, uid: EndpointUid, ok: bool, reason: str, *, refused: bool = False) -> None:
         """A probe's response. `refused`: nothing listens there."""
         self._balancer.report_health(uid, ok, reason, now=self.now(), refused=refused)
+        self._ask_renewed()
         self._tell()
         self._pump_soon()
 
@@ -248,6 +251,14 @@ class Runtime(RequestRuntime):
         while True:
             await asyncio.sleep(CHECK_S)
             self.check()
+
+    def _ask_renewed(self) -> None:
+        """Have endpoints asked that are other processes than before."""
+        renewed = self._balancer.endpoints.judge.renewed
+        if renewed:
+            for uid in dict.fromkeys(renewed):
+                self.doubt_models(uid)
+            renewed.clear()
 
     def _tell(self) -> None:
         """Pass transitions to the sinks. Requests at an endpoint that went down are checked in the next turn."""
@@ -347,6 +358,7 @@ class Runtime(RequestRuntime):
         if len(loads) == len(uids):
             for one, load in zip(uids, loads, strict=True):
                 self._balancer.report_scrape(one, load)
+        self._ask_renewed()
         self._pump_soon()
 
     def ranks(self, uid: EndpointUid) -> list[EndpointUid]:

@@ -172,7 +172,9 @@ def fill_plain(record: RequestRecord, what: m.Fields) -> Outcome:
     return outcome
 
 
-def member(endpoint: Endpoint, health: str, handover: Handover, *, draining: bool, dormant: str = "") -> m.Member:
+def member(
+    endpoint: Endpoint, health: str, handover: Handover, *, draining: bool, dormant: str = "", process: int = 0
+) -> m.Member:
     """What a worker is told of an endpoint. Secrets are in it: it goes to our own processes only."""
     proxy = endpoint.proxy
     credentials = None if proxy is None or proxy.credentials is None else proxy.credentials.reveal()
@@ -192,6 +194,7 @@ def member(endpoint: Endpoint, health: str, handover: Handover, *, draining: boo
         endpoint.tier,
         endpoint.model,
         endpoint.forward_headers,
+        process,
     )
 
 

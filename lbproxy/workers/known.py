@@ -30,12 +30,13 @@ AVOID_S: Final = 2.0
 """About what two failed probes take."""
 
 
-News: TypeAlias = tuple[Endpoint, Health, bool, Handover, str]
-"""A member, its health, whether it drains, its part where prefill and decode are apart, and whether it is dormant."""
+News: TypeAlias = tuple[Endpoint, Health, bool, Handover, str, int]
+"""A member, its health, whether it drains, its part where prefill and decode are apart, whether it is dormant, and
+which process it is."""
 
 
 def _apply(state: EndpointState, said: News) -> None:
-    state.endpoint, state.health, state.draining, state.handover, state.dormant = said
+    state.endpoint, state.health, state.draining, state.handover, state.dormant, state.process = said
     state.backing_off_until = float("-inf")
 
 

@@ -310,6 +310,8 @@ class Member(Message):
     """Its own name of the model."""
     forward_headers: tuple[str, ...] = ()
     """See EndpointSpec."""
+    process: int = 0
+    """See EndpointState."""
 
 
 class Members(Message, tag=36):

@@ -460,7 +460,7 @@ class RemoteRuntime(RequestRuntime):
 
     def _on_members(self, message: m.Members) -> None:
         news = (
-            (read_endpoint(one), Health(one.health), one.draining, read_handover(one), one.dormant)
+            (read_endpoint(one), Health(one.health), one.draining, read_handover(one), one.dormant, one.process)
             for one in message.members
         )
         self.known.note_members(news, message.order, more=message.more)

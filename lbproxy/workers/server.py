@@ -493,7 +493,8 @@ class WorkerServer:
         before, listed_before = self.told, self._lists
         members = [*self.runtime.members()]
         told = {
-            one.endpoint.uid: (one.endpoint, one.health, one.draining, one.dormant, one.handover) for one in members
+            one.endpoint.uid: (one.endpoint, one.health, one.draining, one.dormant, one.handover, one.process)
+            for one in members
         }
         lists = {one.endpoint.uid: one.models for one in members}
         self.told, self._lists = told, lists
@@ -529,4 +530,5 @@ def _members(states: list[EndpointState], order: list[EndpointUid] | None) -> li
 
 
 def _member(one: EndpointState) -> m.Member:
-    return member(one.endpoint, one.health.value, one.handover, draining=one.draining, dormant=one.dormant)
+    facts = one.endpoint, one.health.value, one.handover
+    return member(*facts, draining=one.draining, dormant=one.dormant, process=one.process)

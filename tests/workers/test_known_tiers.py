@@ -31,7 +31,7 @@ def known(health: Health) -> Known:
     found = Known()
     told = [read_endpoint(member(one, "up", Handover(), draining=False)) for one in (OWN, ELSEWHERE)]
     healths = (health, Health.UP)
-    news = [(one, state, False, Handover(), "") for one, state in zip(told, healths, strict=True)]
+    news = [(one, state, False, Handover(), "", 0) for one, state in zip(told, healths, strict=True)]
     found.note_members(news, [one.uid for one in told])
     for uid in (1, 2):
         found.list_models([uid], [card(MODEL)])

@@ -226,6 +226,7 @@ class Prober:
 
     def doubt_models(self) -> None:
         """See model_look.ModelReader."""
+        self._models_due_at = self._description_due_at = float("-inf")  # until it says it
         self._doubted.set()
 
     async def refresh_models(self) -> None:

@@ -194,6 +194,10 @@ class Slots:
             self._reported_limit, self._initial_limit = float(limit), inf
             self._found(self._reported_limit, False)
 
+    def forget_report(self) -> None:
+        """The reported limit is that of another process: what was found stays until that says more."""
+        self._reported_limit = inf
+
     def started(self, now: float) -> None:
         """Note that the engine started a request: its first byte arrived, or the complete response."""
         self._starts = 1.0 + self._starts * exp((self._starts_at - now) / RATE_S)

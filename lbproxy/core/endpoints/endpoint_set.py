@@ -97,7 +97,7 @@ class EndpointSet:
             self.serving,
             has_loads=pool is not None,
             rng=rng,
-            new_process=self._new_process,
+            process_ended=self._process_ended,
         )
         """Moves endpoints from state to state."""
         self._stale_after_s = settings.scrape.stale_after
@@ -240,7 +240,7 @@ class EndpointSet:
         self._last_uid += 1
         state = EndpointState(with_uid(spec, EndpointUid(self._last_uid)), models=configured_models(spec))
         if like is not None:
-            state.models, state.draining = like.models, like.draining
+            state.models = like.models
             state.reported_cache_tokens, state.cache_tokens_at_most = (
                 like.reported_cache_tokens,
                 like.cache_tokens_at_most,
@@ -400,6 +400,9 @@ class EndpointSet:
         state = self._states.get(uid)
         if state is None:
             return
+        began_at = None if state.metrics is None else state.metrics.started_at
+        if began_at is not None and metrics.started_at not in {None, began_at}:
+            self._renewed(state)
         queued = note_scrape(state, metrics, self._stale_after_s)
         if metrics.slots is not None and metrics.slots != state.reported_slots:
             self.report_slots(uid, metrics.slots)
@@ -451,17 +454,38 @@ class EndpointSet:
         state = self._states.get(uid)
         if state is None:
             return None
+        if report.restarted:
+            self._renewed(state)
         before, state.cached_tokens = state.measured_cache_tokens, report.tokens
         state.measured_cache_tokens = report.size_tokens or before
         if self._pool is not None:
             state.load.cache_reported(report)
         return state if report.restarted or report.cleared or state.measured_cache_tokens != before else None
 
-    def _new_process(self, state: EndpointState) -> None:
-        """An endpoint that refused connections accepts them again: a new process, whose caches are empty. If the
-        endpoint reports its start time, its next page will show whether it is one.
+    def _renewed(self, state: EndpointState) -> None:
+        """The process that an endpoint was is gone, and with it all that it said of itself; what it refused does not
+        count any more. Its models are kept until they are read again, as no request could be placed without.
         """
-        if self._pool is not None and state.load.kv.started_at is None:
+        state.process += 1
+        state.reported_cache_tokens, state.cache_tokens_at_most = None, False
+        state.cached_tokens = state.measured_cache_tokens = state.reported_slots = None
+        if state.reported_handover is not None:
+            state.reported_handover = None
+            self._assign_roles()
+        if state.endpoint.tier == 1:
+            state.refusals, state.backing_off_until = 0, -inf
+        if self._pool is not None:
+            state.load.forget_reports()
+        self.serving.changed(state)
+        self.judge.renewed.append(state.endpoint.uid)
+
+    def _process_ended(self, state: EndpointState, is_back: bool) -> None:
+        """An endpoint refuses connections; or accepts them again: a new process, whose caches are empty. If it reports
+        its start time, its next page will show whether it is one.
+        """
+        if not is_back:
+            self._renewed(state)
+        elif self._pool is not None and state.load.kv.started_at is None:
             state.load.restarted()
 
     def ask_load(self, uid: EndpointUid, ask: bool) -> None:

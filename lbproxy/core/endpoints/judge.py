@@ -21,6 +21,7 @@ from typing import Final
 from lbproxy.config.sections.health import BreakerSettings, HealthSettings
 from lbproxy.core.endpoints import health
 from lbproxy.core.endpoints.breaker import FAULTS, TIME_OUTS, Breaker, Cause
+from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.endpoints.hang import HangWatch
 from lbproxy.core.endpoints.health import Event, Health, Transition
 from lbproxy.core.endpoints.progress import Progress
@@ -58,20 +59,22 @@ class Judge:
         *,
         has_loads: bool,
         rng: random.Random,
-        new_process: Callable[[EndpointState], None],
+        process_ended: Callable[[EndpointState, bool], None],
     ) -> None:
-        """`serving` is notified of every transition and trial. `new_process` is called when an endpoint that refused
-        connections can be reached again: another process, as far as known.
+        """`serving` is notified of every transition and trial. `process_ended` is called when an endpoint begins to
+        refuse connections, and with True when it can be reached again: another process, as far as known.
         """
         self.transitions: list[Transition] = []
         """Transitions since the driver last cleared the list."""
+        self.renewed: list[EndpointUid] = []
+        """Endpoints that are other processes than before, likewise: they are to be asked for everything anew."""
         self.due_at = inf
         """When the first ejection ends."""
         self.slow_start = SlowStart(settings.slow_start)
         self.progress = HangWatch(breaker.no_progress, has_loads=has_loads)
         self._rng = rng
         self._serving = serving
-        self._new_process = new_process
+        self._process_ended = process_ended
         self._first_up_at: float | None = None
         """When an endpoint took requests for the first time."""
         self.reconfigure(settings, breaker, ())
@@ -125,7 +128,9 @@ class Judge:
         `refused`: no process listens there.
         """
         if refused:
-            state.refused_connection = True
+            if not state.refused_connection:
+                state.refused_connection = True
+                self._process_ended(state, False)
         elif ok:
             self._reached(state)
         is_probed = state.endpoint.health is not None
@@ -299,7 +304,7 @@ class Judge:
     def _reached(self, state: EndpointState) -> None:
         if state.refused_connection:
             state.refused_connection = False
-            self._new_process(state)
+            self._process_ended(state, True)
 
     def _came_up(self, state: EndpointState, now: float) -> None:
         if self._first_up_at is None:

@@ -118,6 +118,9 @@ class EndpointState:
     """When its slow start began; None: it has none. See `core.endpoints.slow_start`."""
     slow_credit: float = 0.0
     """Requests that it may get during the slow start."""
+    process: int = 0
+    """Another number for each process at its address, as far as they are seen to be others: what is known of one is
+    kept with this, or dropped with it (`EndpointSet`)."""
     refused_connection: bool = False
     """It refused a connection since it was last up, so that another process may listen there now."""
     handover: Handover = WHOLE_SERVER

@@ -73,6 +73,11 @@ class KvModel:
             # The bound must not make its space cost less than where nothing is reported.
             self.known_tokens = min(tokens, self._pool.size.space_tokens)
 
+    def forget_report(self) -> None:
+        """The size that was reported, or measured, is that of another process."""
+        if not self.is_configured and self.learner is None:
+            self.configure(None)
+
     def size_measured(self, tokens: float) -> None:
         """Note the size that KV events show: it counts unless the size is configured or reported."""
         if not self.is_configured and not self.is_reported:

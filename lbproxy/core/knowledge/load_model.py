@@ -394,6 +394,11 @@ class LoadModel:
         if report.size_tokens is not None:
             self.kv.size_measured(float(report.size_tokens))
 
+    def forget_reports(self) -> None:
+        """The engine is another process: what it said of its size and its limit may not be true any more."""
+        self.kv.forget_report()
+        self.room.slots.forget_report()
+
     def restarted(self, *, inferred: bool = False) -> None:
         """The endpoint lost what it had cached and loaded. `inferred`: only missing cached tokens showed it."""
         self.kv.renew(inferred=inferred)

@@ -190,10 +190,11 @@ class Exchange(Lifetime):
 
     def _place_whole_instead(self, kind: FailureKind) -> bool:
         """After a second leg that returned 500, or whose stream broke before a token: vLLM does that if it cannot fetch
-        what prefill handed over. The request is placed whole, perhaps at the same endpoint: it may be well.
+        what prefill handed over, or knows no engine of the id that it was told. The request is placed whole, perhaps at
+        the same endpoint: it may be well.
         """
         ticket, split = self._ticket, self._split
-        if split is None or ticket is None or not split.is_handed_over:
+        if split is None or ticket is None or not (split.doubt() or split.is_handed_over):
             return False
         self.record.error = "the second leg failed before a token: perhaps the KV cache could not be fetched"
         if kind is FailureKind.RESET:  # or its process ended: what ends another one is not sent to a third

@@ -37,8 +37,9 @@ class Exchanger:
         limits = settings.timeouts
         self.limits = Limits(limits.connect, limits.first_byte, limits.stream_idle)
         self.rng = random.Random()  # noqa: S311 - numbers that must differ, not secrets
-        self.engine_ids: dict[str, Mapping[int, str]] = {}
-        """With connector mooncake: the ids of a prefill server's engines, by its URL and their ranks."""
+        self.engine_ids: dict[str, tuple[int, Mapping[int, str]]] = {}
+        """With connector mooncake: the ids of a prefill server's engines by their ranks, by its URL; and which process
+        said so (`EndpointState.process`)."""
         self.expose_endpoint = settings.expose_endpoint
         self.explain_header = settings.explain.header and settings.expose_endpoint
 

@@ -107,6 +107,8 @@ class Split:
         self._began_at = shared.runtime.now()
         self._second_sent = False
         """A decode endpoint may have fetched it."""
+        self._trusts = False
+        """The second leg names an engine as it was known from an earlier request."""
 
     def start(self) -> bool:
         """Send the first leg. False: the request cannot be split after all."""
@@ -152,6 +154,13 @@ class Split:
         self._bodies = None
         self.request = self.request._replace(body=b"")
         self._leg = self._leg._replace(request=self.request)
+
+    def doubt(self) -> bool:
+        """A leg failed: the first server may be another process now, which is asked again before the next request.
+        Returns whether the failure may be because of that, so that it shows nothing of the second server.
+        """
+        self._shared.engine_ids.pop(self.endpoint.base_url, None)
+        return self._trusts
 
     def cancel(self) -> None:
         """End the first leg, if it runs: its endpoint stops at once."""
@@ -200,9 +209,10 @@ class Split:
 
     def _ask_engine(self, bodies: Bodies) -> None:
         """Mooncake: decode needs the id of prefill's engine."""
-        known = self._shared.engine_ids.get(self.endpoint.base_url)
-        if known is not None:
-            self._transfer(bodies, known)
+        process, ids = self._shared.engine_ids.get(self.endpoint.base_url, (-1, {}))
+        if process == self._state.process:
+            self._trusts = True
+            self._transfer(bodies, ids)
             return
         origin = self._bootstrap()
         self._begin_call(origin, request_head("GET", "/query", origin.host_field, b"", 0), b"", self._engine_known)
@@ -221,7 +231,7 @@ class Split:
             text = f"{self._bootstrap()}/query: no engine id"
             self._owner.first_failed(UpstreamError(FailureKind.PROTOCOL, text))
             return
-        self._shared.engine_ids[self.endpoint.base_url] = ids
+        self._shared.engine_ids[self.endpoint.base_url] = self._state.process, ids
         assert self._bodies is not None
         self._transfer(self._bodies, ids)
 
@@ -242,7 +252,7 @@ class Split:
             if kind is not None and kind is not FailureKind.MISSING:
                 result = UpstreamError(kind, f"prefill returned {status}")
         if isinstance(result, UpstreamError):
-            self._shared.engine_ids.pop(self.endpoint.base_url, None)  # it may be another process now
+            self.doubt()
             self._owner.first_failed(result)
         elif not 200 <= result.head.status < 300:
             self._owner.first_refused(result.head, result.body)

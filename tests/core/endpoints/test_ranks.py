@@ -142,14 +142,3 @@ def test_gauges_are_of_each() -> None:
     show_gauges(balancer, endpoints[0].uid, now=1.0, waiting=9.0)
     show_gauges(balancer, endpoints[1].uid, now=1.0)
     assert {name_of(balancer.submit(request(), now=1.0)) for _ in range(4)} == {"e1#1"}
-
-
-def test_a_server_that_is_drained_stays_so_when_its_ranks_are_found() -> None:
-    """What an operator said of it was forgotten with the endpoint that it had been."""
-    balancer = make_balancer()
-    (whole, _) = balancer.set_endpoints([spec(1), spec(2)], now=0.0).added
-    bring_up(balancer, [whole])
-    balancer.drain(whole.uid)
-    ranks = [replace(spec(1), name=f"e1#{n}", rank=n) for n in range(2)]
-    balancer.set_endpoints([*ranks, spec(2)], now=1.0)
-    assert [state.draining for state in balancer.endpoints.members()] == [True, True, False]

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
+from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.observed.trace import Sampling
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import DECODE, PREFILL, Usage
@@ -679,6 +680,62 @@ def test_mooncake_asks_prefill_for_its_engine_once() -> None:
                     assert theirs["remote_engine_id"] == "engine-7"
                     assert theirs["remote_bootstrap_addr"] == f"http://127.0.0.1:{bootstrap.port}"
                     assert sent(first)["min_tokens"] == 1
+
+    run(main())
+
+
+class Mooncake:
+    """A prefill process that can be started anew, and a decode server that knows its engine by its id alone."""
+
+    def __init__(self) -> None:
+        self.number = 1
+        self.met = Meeting()
+
+    async def bootstrap(self, wire: Wire, request: Received) -> None:
+        await wire.send(answer(b'{"0":{"engine_id":"engine-%d","worker_addr":{}}}' % self.number))
+
+    async def decode(self, wire: Wire, request: Received) -> None:
+        asked = json.loads(request.body).get("kv_transfer_params", {}).get("remote_engine_id")
+        if asked in {None, f"engine-{self.number}"}:
+            await stream(wire, request)
+        else:
+            await wire.send(status(500))
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_ids_of_an_engine_end_with_its_process(seen: bool) -> None:
+    """They were kept by URL: after a restart nothing was split, and two thirds of all requests were 500 and made a
+    healthy decode server look ill. `seen`: a page with another start time shows it; else the first leg that fails.
+    """
+
+    async def main() -> None:
+        fleet = Mooncake()
+        async with (
+            ScriptedEndpoint({"/query": fleet.bootstrap}) as bootstrap,
+            ScriptedEndpoint(prefilled(None)) as first,
+            ScriptedEndpoint(fleet.decode) as second,
+        ):
+            entries = [
+                (first.url, f"role: prefill, connector: mooncake, bootstrap_port: {bootstrap.port}"),
+                (second.url, "role: decode, connector: mooncake"),
+            ]
+            async with rig(*entries, more=ALWAYS) as it:
+                uid = it.endpoints[0].uid
+                it.runtime.report_scrape(uid, LoadMetrics(scraped_at=it.runtime.now(), started_at=1000.0))
+                for number in (1, 2, 3):
+                    fleet.number = number
+                    if seen:
+                        metrics = LoadMetrics(scraped_at=it.runtime.now(), started_at=1000.0 * number)
+                        it.runtime.report_scrape(uid, metrics)
+                    for _ in range(6):
+                        assert complete(await it.ask(post(BODY)))
+                assert len(bootstrap.requests) == 3
+                whole = [one for one in it.records.requests if one.failed]
+                assert len(whole) == (0 if seen else 2), "one for each restart that nothing else has shown"
+                assert it.seen("e2").health.value == "up"
+                state = it.balancer.endpoints.get(it.endpoints[1].uid)
+                assert state is not None
+                assert not state.breaker.failures, "it is not to blame"
 
     run(main())
 
