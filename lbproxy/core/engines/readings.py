@@ -151,7 +151,7 @@ class PageReader:
             stated_tokens=int(stated) if stated else None,
             deferred=self._kept_value("deferred", scraped_at),
             slots=int(slots) if slots else None,
-            asleep=self._kept_value("awake", scraped_at) == 0.0,
+            asleep=self._kept_value("awake", scraped_at) == 0.0 and not values["running"],
             work=_work(self._table.work, samples),
             lora=lora,
             started_at=started_at,

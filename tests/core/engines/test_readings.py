@@ -236,6 +236,7 @@ def test_an_engine_sleeps_if_none_of_its_ranks_is_awake(states: tuple[int, ...],
         page += f'vllm:engine_sleep_state{{engine="{rank}",sleep_state="awake"}} {state}\n'
         page += f'vllm:engine_sleep_state{{engine="{rank}",sleep_state="weights_offloaded"}} {1 - state}\n'
     assert metrics(page, VLLM).asleep is asleep
+    assert not metrics(page.replace("running 0", "running 1"), VLLM).asleep, "what computes does not sleep"
 
 
 def test_each_rank_has_the_size_that_it_states() -> None:
