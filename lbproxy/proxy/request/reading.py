@@ -53,7 +53,7 @@ MAX_ID_CHARS: Final = 160
 MAX_SEARCHED_BYTES: Final = 4 << 20
 """Of a body that is searched for the names of ids before it is walked: 1 ms."""
 _FILE_ID: Final = b'"file_id"'
-_REFERENCES: Final = (b'file_id"', b'_ids"', b'"conversation"')
+_REFERENCES: Final = (b'file_id"', b'_ids"')
 """What names objects in a request of inference."""
 _CREATES: Final = frozenset({"POST", "PATCH"})
 SERVED_S: Final = 1.0
@@ -185,8 +185,10 @@ class Reading:
         before = _name(fields.get("previous_response_id"), MAX_ID_CHARS)
         if before is not None:
             named.append(before)
-        if route.name == OTHER or (
-            self._runtime.has_objects and any(request.body.find(one, 0, MAX_SEARCHED_BYTES) >= 0 for one in _REFERENCES)
+        if (
+            route.name == OTHER
+            or "conversation" in fields
+            or (self._runtime.has_objects and _has_references(request.body))
         ):
             named += named_in_body(fields)
         known = next((one for one in named if self._runtime.stored(one) is not None), None)
@@ -286,6 +288,10 @@ def _naming_of(request: ClientRequest, large: Large | None = None) -> Naming:
         walk = large if isinstance(large, FormWalk) else None
         return find_form_name(request.body, request.fields.content_type, walk)
     return Naming(())
+
+
+def _has_references(body: bytes) -> bool:
+    return any(body.find(one, 0, MAX_SEARCHED_BYTES) >= 0 for one in _REFERENCES)
 
 
 def _may_be_split(request: ClientRequest, fields: Mapping[str, object]) -> bool:

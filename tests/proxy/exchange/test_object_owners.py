@@ -104,6 +104,10 @@ def test_objects_that_nobody_remembers_are_looked_for_and_then_known() -> None:
                     reply = await it.ask(get(f"/v1/files/{first}"))
                     assert (reply.status, reply.field("x-lbproxy-endpoint")) == (200, home)
                 assert (await it.ask(get("/v1/files/o-never1"))).status == 404
+            async with rig(one.url, two.url) as it:
+                for first, _, home in there:
+                    reply = await it.ask(FOLLOW_UPS["a conversation"](first))
+                    assert (reply.status, reply.field("x-lbproxy-endpoint")) == (200, home)
 
     run(main())
 
