@@ -34,9 +34,9 @@ RELIEVE_MARK = 0.5
 bodies."""
 RELIEVE_EVERY_S = 5.0
 RELIEVE_BYTES = 64 << 20
-"""So much more than the least since the last time is returned in any case, once no body was held for `REST_S`: else the
-heap of each crowd would begin in the holes of the one before."""
-REST_S = 1.0
+"""After a crowd that took so much it is returned in any case, once no body was held for `REST_S`: else the heap of the
+next one would begin in the holes of this one."""
+REST_S = 0.5
 LATE_S, IN_TIME_S = 0.25, 0.125
 LAG_FOR_S = 1.0
 BUSY = 0.2
@@ -106,7 +106,7 @@ class Lag:
 class Relief:
     """When free memory is returned to the system."""
 
-    __slots__ = ("_due_at", "_held_at", "_least_rss")
+    __slots__ = ("_due_at", "_growth", "_held_at", "_least_rss")
 
     def __init__(self) -> None:
         self._due_at = float("-inf")
@@ -114,17 +114,19 @@ class Relief:
         self._held_at = time.monotonic()
         """When a body was last seen to be held."""
         self._least_rss = float("inf")
-        """Since the last time."""
+        self._growth = 0.0
+        """Both since the last time."""
 
     def is_due(self, rss: int, share: float, held_bytes: int, *, now: float) -> bool:
         """Judge one observation. `share`: of the memory that may be used."""
         self._least_rss = min(self._least_rss, rss)
+        self._growth = max(self._growth, rss - self._least_rss)
         if held_bytes:
             self._held_at = now
-        rests = now - self._held_at >= REST_S and rss - self._least_rss >= RELIEVE_BYTES
-        if not (rests or share >= RELIEVE_MARK) or now < self._due_at:
+        has_left = self._growth >= RELIEVE_BYTES and now - self._held_at >= REST_S
+        if not (has_left or share >= RELIEVE_MARK) or now < self._due_at:
             return False
-        self._due_at, self._least_rss = now + RELIEVE_EVERY_S, rss
+        self._due_at, self._least_rss, self._growth = now + RELIEVE_EVERY_S, rss, 0.0
         return True
 
 

@@ -219,7 +219,8 @@ class Stand:
     async def rest(self) -> tuple[bool, int, int]:
         """Everybody has left: whether lbproxy knows that, its descriptors and its RSS."""
         settled = await asyncio.to_thread(self.target.settled, SETTLE_S)
-        return settled, await asyncio.to_thread(self.target.descriptors), self.target.rss()
+        descriptors = await asyncio.to_thread(self.target.descriptors)
+        return settled, descriptors, await asyncio.to_thread(self.target.rss_at_rest)
 
 
 @asynccontextmanager

@@ -101,6 +101,14 @@ class Target:
     def rss(self) -> int:
         return self._status("VmRSS")
 
+    def rss_at_rest(self) -> int:
+        """The least of some seconds: what servers send is read for a moment, also when nobody asks."""
+        found = self.rss()
+        for _ in range(LOOKS):
+            time.sleep(0.5)
+            found = min(found, self.rss())
+        return found
+
     def peak(self) -> int:
         """The highest RSS since `forget_peak`."""
         return self._status("VmHWM")
