@@ -160,10 +160,10 @@ class Connection(web.RequestHandler):
         self._all.deadlines.head_due(self)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """See asyncio.Protocol. Who only reads is not served on; a change that was begun is made."""
+        """See asyncio.Protocol. Who only reads is not served on; a change is made if it was begun."""
         request, task = self._current_request, self._task_handler
         super().connection_lost(exc)
-        if task is not None and request is not None and request.method in {"GET", "HEAD"}:
+        if task is not None and (request is None or request.method in {"GET", "HEAD"}):
             task.cancel()
         self._wire = None
         self._all.closed(self)

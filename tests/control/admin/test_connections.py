@@ -433,3 +433,22 @@ def test_a_head_has_a_limit(behind: bytes) -> None:
             await until(lambda: clients.open == 0)
 
     run(main())
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["asyncio", "uvloop"])
+def test_a_request_that_is_read_as_its_connection_is_lost_is_not_begun(plain: bool) -> None:
+    """aiohttp's handler would find nothing to make a request with: a traceback, found by hostile clients."""
+
+    async def main() -> None:
+        async with site() as clients:
+            await clients.connect(b"GET /metr")
+            await until(lambda: any(one._head_bytes for one in clients.site.admin.connections._open), "its head begins")
+            (one,) = clients.site.admin.connections._open
+            assert one._wire is not None
+            one._wire.abort()  # its protocol is told in the next turn
+            one.head_is_late()
+            await until(lambda: not clients.open, "it is gone")
+            await asyncio.sleep(0.01)
+            assert clients.site.large.asked == 0
+
+    run(main(), plain=plain)
