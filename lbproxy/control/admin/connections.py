@@ -230,7 +230,7 @@ class Connection(web.RequestHandler):
     ) -> web.StreamResponse:
         """In the shape of all errors, and without a traceback in the log for whatever comes to this port."""
         del request, message
-        if status >= 500:
+        if status >= 500 and not isinstance(exc, ConnectionError):  # that is: its client has gone
             logger.error("aiohttp failed", exc_info=exc)
         other = Outcome.INTERNAL_ERROR if status >= 500 else Outcome.BAD_REQUEST
         response = self._all.refusal(exc if isinstance(exc, LbError) else LbError(other))

@@ -553,7 +553,8 @@ class ClientConnection(web.RequestHandler):
         """
         del request, message
         if status >= 500:
-            logger.error("aiohttp failed", exc_info=exc)
+            if not isinstance(exc, ConnectionError):  # that is: its client has gone
+                logger.error("aiohttp failed", exc_info=exc)
             error = LbError(Outcome.INTERNAL_ERROR)
         elif isinstance(exc, LineTooLong):
             is_target = exc.args[0][:1] == b"/"

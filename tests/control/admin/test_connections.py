@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
+from aiohttp import web
 
 from lbproxy.control.admin import connections, server
 from lbproxy.control.admin.connections import MAX_HEAD_BYTES, MAX_UNSENT_BYTES
@@ -452,3 +453,20 @@ def test_a_request_that_is_read_as_its_connection_is_lost_is_not_begun(plain: bo
             assert clients.site.large.asked == 0
 
     run(main(), plain=plain)
+
+
+def test_a_client_that_has_gone_is_no_failure_of_ours(caplog: pytest.LogCaptureFixture) -> None:
+    """It was logged as an error for each that left while its response was written."""
+
+    async def main() -> None:
+        async with site() as clients:
+            await clients.connect()
+            await until(lambda: len(clients.site.admin.connections) == 1, "it is there")
+            (one,) = clients.site.admin.connections._open
+            request = cast(web.BaseRequest, None)
+            one.handle_error(request, 500, ConnectionResetError())
+            assert not caplog.records
+            one.handle_error(request, 500, ValueError())
+            assert [record.message for record in caplog.records] == ["aiohttp failed"]
+
+    run(main())
