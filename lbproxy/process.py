@@ -9,7 +9,9 @@ import gc
 import importlib.util
 import resource
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Thread
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -26,13 +28,44 @@ SWITCH_S = 0.0005
 the kernel: while the resolver read an answer of 1,000 addresses, requests stood still for up to 30 ms."""
 
 
+class Threads(ThreadPoolExecutor):
+    """For `asyncio.to_thread`: a thread for each call, which no end waits for. A pool's own threads are joined when the
+    loop is closed and again when Python exits, so that one call on a disk that does not respond holds a stop for ever.
+    """
+
+    def submit(self, fn: Callable[..., T], /, *args: object, **kwargs: object) -> Future[T]:
+        """See Executor."""
+        future: Future[T] = Future()
+        Thread(target=_call, args=(future, fn, args, kwargs), name="lbproxy-thread", daemon=True).start()
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Nothing: what runs ends by itself, or with the process."""
+
+
+def _call(future: Future[T], function: Callable[..., T], args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = function(*args, **kwargs)
+    except BaseException as error:  # noqa: BLE001 - whoever waits for it gets it
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
 def run(main: Coroutine[object, object, T]) -> T:
     """Run the event loop that is fastest here."""
+
+    async def with_threads() -> T:
+        asyncio.get_running_loop().set_default_executor(Threads())
+        return await main
+
     try:
         import uvloop  # noqa: PLC0415 - not on every platform
     except ImportError:
-        return asyncio.run(main)
-    return uvloop.run(main)
+        return asyncio.run(with_threads())
+    return uvloop.run(with_threads())
 
 
 def prepare() -> None:

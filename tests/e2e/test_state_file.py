@@ -167,3 +167,16 @@ def test_an_unusable_file_and_an_unwritable_one_end_nothing(tmp_path: Path) -> N
             ask(listen)
             assert value(admin, 'lbproxy_state_writes_total{result="failed"}') > 0.0
             assert process.stop() == 0
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_disk_that_does_not_respond_holds_no_stop(workers: int, tmp_path: Path) -> None:
+    """Neither the write that waits for it nor the end of its thread: Python waits for those of a pool for ever."""
+    os.mkfifo(tmp_path / "state.tmp")  # opening it to write waits for a reader, as a file system does that hangs
+    more = f"{settings(tmp_path)}\nworkers: {workers}"
+    with mock("--model", "m") as (_, url), lbproxy(tmp_path, [url], more) as (process, listen, _):
+        process.wait_for("serves m")
+        ask(listen)
+        assert process.stop(within_s=30.0) == 0
+        if workers == 1:  # else the supervisor ends the balancer process, at about the same time
+            assert "cannot be written within 10 s" in process.output

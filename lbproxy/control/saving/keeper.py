@@ -12,10 +12,11 @@ writes before it starts its successor, which reads that before it accepts; once 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final, TypeVar, TypeVarTuple
 
 from lbproxy.config.sections.routing import StateSettings
 from lbproxy.control.families.common import StateStats
@@ -26,6 +27,8 @@ from lbproxy.core.saved.reading import Saved, SavedError
 from lbproxy.core.saved.restoring import Restoring
 
 logger = logging.getLogger("lbproxy")
+T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
 
 TURN_S: Final = 0.002
 """How long an export or a restoration holds up the event loop at one time."""
@@ -34,6 +37,7 @@ PAUSES: Final = 9.0
 CHUNK_BYTES: Final = 1 << 18
 READ_WITHIN_S: Final = 10.0
 """A start does not wait longer for the file."""
+ABORT_WITHIN_S: Final = 1.0
 WRITE_WITHIN_S: Final = 10.0
 """A stop and a hot restart do not wait longer either."""
 LOOK_EVERY_S: Final = 1.0
@@ -54,6 +58,8 @@ class Keeper:
         self._due_at = now() + settings.interval
         self._busy = asyncio.Lock()
         """Held while the file is written."""
+        self._call: asyncio.Future[Any] | None = None
+        """The last call in a thread. It may outlive whoever waited for it, where a disk does not respond."""
         self._complaint = ""
         """The last warning, which is not repeated."""
         self._pauses = PAUSES
@@ -182,6 +188,10 @@ class Keeper:
             self._due_at = self._now() + self._settings.interval
             if file is None:
                 return
+            if self._hangs:
+                self._count("failed")
+                self._warn("cannot be written: the disk does not respond")
+                return
             try:
                 size = await self._export(file)
             except LockedError as error:
@@ -196,9 +206,23 @@ class Keeper:
                     self._stats.bytes, self._stats.written_at, self._complaint = size, time.time(), ""
                     logger.debug("state: %d bytes written", size, extra={"event": "state", "bytes": size})
             finally:
-                await asyncio.shield(asyncio.to_thread(file.abort))
-                if file is not self._file:  # another one since
+                if not self._hangs:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(ABORT_WITHIN_S):
+                            await self._in_thread(file.abort)
+                if file is not self._file and not self._hangs:  # another one since
                     file.release()
+
+    @property
+    def _hangs(self) -> bool:
+        """Whether a call that nobody waits for any more still goes on: there is one at a time."""
+        return self._call is not None and not self._call.done()
+
+    async def _in_thread(self, call: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
+        """What is called goes on if this is cancelled."""
+        self._call = running = asyncio.get_running_loop().run_in_executor(None, call, *arguments)
+        running.add_done_callback(_heard)
+        return await asyncio.shield(running)
 
     async def _export(self, file: StateFile) -> int:
         """Returns the size; 0 = there is nothing that is to survive. Raises LockedError, OSError."""
@@ -207,7 +231,7 @@ class Keeper:
         prefixes = self._settings.prefixes
         for piece in self._balancer.restarts.save(saved_at=time.time(), prefixes=prefixes, now=self._now()):
             if not size and not lines:
-                await asyncio.to_thread(file.begin)
+                await self._in_thread(file.begin)
                 began_at = time.monotonic()
             if piece is not None:
                 lines.append(encode(piece))
@@ -216,18 +240,18 @@ class Keeper:
                 await asyncio.sleep(self._pauses * TURN_S)
                 if sum(map(len, lines)) > CHUNK_BYTES:
                     data, lines = b"".join(lines), []
-                    await asyncio.to_thread(file.append, data)
+                    await self._in_thread(file.append, data)
                 began_at = time.monotonic()
         if not size:
             return 0
-        await asyncio.to_thread(file.append, b"".join(lines))
-        return await asyncio.to_thread(file.commit)
+        await self._in_thread(file.append, b"".join(lines))
+        return await self._in_thread(file.commit)
 
     # The end
 
     def release(self) -> None:
         """A successor writes the file from now on."""
-        if self._file is not None and not self._busy.locked():
+        if self._file is not None and not self._busy.locked() and not self._hangs:
             self._file.release()
         self._file = None
 
@@ -243,6 +267,12 @@ class Keeper:
         if complaint != self._complaint:
             self._complaint = complaint
             logger.warning("state: %s %s", self._settings.file, complaint, extra={"event": "state"})
+
+
+def _heard(call: asyncio.Future[Any]) -> None:
+    """So that nobody complains of a failure that nobody waited for."""
+    if not call.cancelled():
+        call.exception()
 
 
 def _why(error: Exception) -> str:

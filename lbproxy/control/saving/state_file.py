@@ -71,8 +71,9 @@ class StateFile:
         self._new: IO[bytes] | None = None
 
     def begin(self) -> None:
-        """Start a new version. Raises LockedError, OSError."""
+        """Start a new version, in place of one that nobody ended. Raises LockedError, OSError."""
         self._acquire()
+        self.abort()
         self._new = open(f"{self.path}.tmp", "wb", opener=_open_to_write)  # noqa: SIM115 - open until it is complete
 
     def append(self, data: bytes) -> None:

@@ -450,3 +450,31 @@ def test_a_large_index_is_written_in_many_turns_of_the_loop(tmp_path: Path) -> N
     run(main(after.keeper.restore()))
     assert len(turns) > 5
     assert len(read(str(tmp_path / "state")).keys) == 20_000
+
+
+def test_a_disk_that_does_not_respond_holds_no_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A time limit around a thread ends the wait for it, and then its clean-up waited for the same disk."""
+    file = tmp_path / "state"
+    os.mkfifo(f"{file}.tmp")  # opening it to write waits for a reader
+    monkeypatch.setattr(keeping, "WRITE_WITHIN_S", 0.2)
+    kept = Kept(file, experienced())
+
+    async def main() -> None:
+        began_at = time.monotonic()
+        await kept.keeper.write_now()
+        assert time.monotonic() - began_at < 3.0
+        await kept.keeper.write()  # not a second one beside it
+        assert time.monotonic() - began_at < 3.0
+        assert kept.stats.writes["failed"] == 1
+        reader = os.open(f"{file}.tmp", os.O_RDONLY | os.O_NONBLOCK)  # the disk responds again
+        await until(lambda: not kept.keeper._hangs, "what hung has ended")
+        os.unlink(f"{file}.tmp")
+        await kept.keeper.stop()
+        os.close(reader)
+
+    run(main())
+    assert kept.stats.writes["written"] == 1
+    assert "cannot be written within 0.2 s" in caplog.text
+    assert "the disk does not respond" in caplog.text
