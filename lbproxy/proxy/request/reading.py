@@ -53,7 +53,7 @@ MAX_ID_CHARS: Final = 160
 MAX_SEARCHED_BYTES: Final = 4 << 20
 """Of a body that is searched for the names of ids before it is walked: 1 ms."""
 _FILE_ID: Final = b'"file_id"'
-_REFERENCES: Final = (b'file_id"', b'_ids"')
+_REFERENCES: Final = frozenset({b'file_id"', b'_ids"'})
 """What names objects in a request of inference."""
 _CREATES: Final = frozenset({"POST", "PATCH"})
 SERVED_S: Final = 1.0
