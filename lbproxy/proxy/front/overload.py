@@ -37,6 +37,8 @@ RELIEVE_BYTES = 64 << 20
 """After a crowd that took so much it is returned in any case, once no body was held for `REST_S`: else the heap of the
 next one would begin in the holes of this one."""
 REST_S = 0.5
+REST_EVERY_S = 30.0
+"""Returning 250 MiB takes the allocator 40 ms, in which nobody gets memory."""
 LATE_S, IN_TIME_S = 0.25, 0.125
 LAG_FOR_S = 1.0
 BUSY = 0.2
@@ -106,11 +108,11 @@ class Lag:
 class Relief:
     """When free memory is returned to the system."""
 
-    __slots__ = ("_due_at", "_growth", "_held_at", "_least_rss")
+    __slots__ = ("_at", "_growth", "_held_at", "_least_rss")
 
     def __init__(self) -> None:
-        self._due_at = float("-inf")
-        """Not before."""
+        self._at = float("-inf")
+        """The last time."""
         self._held_at = time.monotonic()
         """When a body was last seen to be held."""
         self._least_rss = float("inf")
@@ -124,10 +126,13 @@ class Relief:
         if held_bytes:
             self._held_at = now
         has_left = self._growth >= RELIEVE_BYTES and now - self._held_at >= REST_S
-        if not (has_left or share >= RELIEVE_MARK) or now < self._due_at:
-            return False
-        self._due_at, self._least_rss, self._growth = now + RELIEVE_EVERY_S, rss, 0.0
-        return True
+        if share >= RELIEVE_MARK:
+            is_due = now - self._at >= RELIEVE_EVERY_S
+        else:
+            is_due = has_left and now - self._at >= REST_EVERY_S
+        if is_due:
+            self._at, self._least_rss, self._growth = now, rss, 0.0
+        return is_due
 
 
 class Overload:
