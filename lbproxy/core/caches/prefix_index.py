@@ -39,7 +39,7 @@ has nodes."""
 class Node:
     """A piece of a prompt: blocks that were always used together so far."""
 
-    __slots__ = ("end", "keys", "mask", "parent")
+    __slots__ = ("end", "keys", "mask", "parent", "users")
 
     def __init__(self, parent: Node | None, keys: tuple[BlockKey, ...], end: int, mask: int) -> None:
         self.parent = parent
@@ -50,6 +50,8 @@ class Node:
         """How many keys there are from the root to the end of this node."""
         self.mask = mask
         """The bits of the endpoints that have all of it; 0 only while the node is being created."""
+        self.users = 0
+        """Requests in flight that use it, at all of these together."""
 
 
 class _Use:
@@ -156,6 +158,24 @@ class PrefixIndex:
             node = child
         return longest
 
+    def demanded(self, keys: tuple[BlockKey, ...], users: float) -> int:
+        """How many of the first keys are used by at least `users` requests in flight, more than 0, for each endpoint
+        that has them. Ends where fewer requests use them in all.
+        """
+        node, depth, demanded = self.root, 0, 0
+        while depth < len(keys):
+            child = self.child(node, keys[depth])
+            if child is None or not child.users or child.users < users:
+                break
+            same = _common(child.keys, keys, depth)
+            depth += same
+            if child.users >= users * child.mask.bit_count():
+                demanded = depth
+            if same < len(child.keys):
+                break
+            node = child
+        return demanded
+
     # For EndpointCache
 
     def child(self, node: Node, key: BlockKey) -> Node | None:
@@ -178,6 +198,7 @@ class PrefixIndex:
         if keys[size] in self._starts:
             return None
         head = Node(node.parent, keys[:size], node.end - len(keys) + size, node.mask)
+        head.users = node.users
         node.keys, node.parent = keys[size:], head
         self._starts[keys[0]], self._starts[keys[size]] = head, node
         mask = node.mask
@@ -271,6 +292,7 @@ class EndpointCache:
             if not use.users:
                 self.pinned += same
             use.users += 1
+            child.users += 1
             depth += same
             node = child
         return depth, self._add(node, keys, depth) if depth < len(keys) else node
@@ -295,6 +317,7 @@ class EndpointCache:
             if child is None:
                 break
             child.mask |= self._bit
+            child.users += 1
             self._uses[child] = _Use(1, 0)
             size = len(child.keys)
             self.size += size
@@ -335,6 +358,7 @@ class EndpointCache:
         while node.parent is not None:
             use = self._uses[node]
             use.users -= 1
+            node.users -= 1
             if not use.users:
                 use.idle_since = self._now
                 freed += len(node.keys)
@@ -402,7 +426,8 @@ class EndpointCache:
     def detach(self) -> None:
         """Remove everything from the index, permanently."""
         if self.attached:
-            for node in self._uses:
+            for node, use in self._uses.items():
+                node.users -= use.users
                 self._index.drop(node, self._bit)
             self._index.entries -= self.size
             self.size = self.pinned = 0

@@ -1,26 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the first bytes of one endpoint compare with the prediction by a serial prefill queue.
+"""How many prefills one endpoint computes at a time, and how long a first byte takes without any before it.
 
-Each first byte, whose request was placed with a prediction, teaches two things:
+A prediction assumes that an engine computes one prefill after the other. What contradicts it is a law and no opinion:
+an engine cannot finish more seconds of prefill in a second than it computes at a time. So the finished work, in seconds
+as predicted, over the time in which any was pending is a lower bound of that number (`lanes`), however much first bytes
+vary: data-parallel ranks behind one address compute several, and an engine whose times do not depend on prompts seems
+to compute many.
 
-- The delay that does not depend on work: the mean and spread of what requests took in addition to the prediction when
-  none of ours was before them. From these follows when a first byte is late (as for TCP's retransmission timer, RFC
-  6298: the mean and four times the mean deviation).
-- Lanes: how many prefills the engine computes in parallel, as data-parallel ranks behind one address do. The model
-  predicts how long a request waits for earlier prefills. Where requests repeatedly wait less than half of that, there
-  are more lanes; where they wait longer, fewer.
+What first bytes took is compared with what was predicted as well: the slope of the wait that they had over the wait for
+the prefills before them is 1 where these are computed one after the other, and 0 where none waits, whatever all
+requests take. The prediction counts until it is certainly wrong. Requests that are held for an engine cannot show that
+they would have been computed at once, so where nothing showed a wait lately, more are placed than the prediction allows
+(`may_grow`).
 
-A reported queue shows more. If repeatedly no request waits while the model says that ours must, the model is wrong
-(`learn_lanes`), unless first bytes arrive as predicted: prefills that share a step do not wait either. As an engine
-that computes one long prompt reports the same whether it would take another one or not, one more request is placed to
-find out, unless that was observed recently.
+When a first byte is late follows from the delay that requests had with none before them: the mean and four times the
+mean deviation, as for TCP's retransmission timer (RFC 6298).
 
-Where no queue is reported, `core.capacity.trends` takes the place of that count, requests are placed to find out
-while much work is held (`may_explore`), and all first bytes show how much they vary
-(docs/decisions/0051-without-reports.md).
-
-Invariant: `lanes` is at least 1. It stays 1 until the requests that showed more lanes exceed the others by
-`MIN_EVIDENCE`, until `MIN_REPORTS` reports in a row show more, or until a trend does.
+Invariant: `lanes` is at least 1.
 """
 
 from __future__ import annotations
@@ -29,37 +25,38 @@ from collections.abc import Mapping
 from math import inf
 from typing import Final
 
-from lbproxy.core.capacity.trends import MIDDLE, MIN_WAIT_S, WaitTrend
+from lbproxy.core.capacity.regression import Regression
 
 LATE_S: Final = 0.25
 """A first byte is not late if it arrives at most this much after its prediction."""
-FIXED_S: Final = 0.5
-"""A delay that no step of an engine explains."""
-MIN_EVIDENCE: Final = 5
-MIN_REPORTS: Final = 5
-SERIAL_S: Final = 600.0
-"""After an engine was seen to compute prefills one after the other, no request is placed to test that for this long."""
-PARALLEL_S: Final = 30.0
-"""The same where it does compute some in parallel, but was seen not to compute more."""
-MEAN_OF: Final = 16
-"""First bytes over which the mean of what they take beyond the prediction is taken."""
-MAX_DECREASE: Final = 2.0
-"""One trend divides the lanes by at most this: behind noise a slope may be far too high."""
+MEMORY: Final = 16.0
+"""Finished prefills over which the sums are taken."""
+CLEARLY: Final = 1.5
+"""By this factor the work that is done must exceed that of one prefill at a time to be no chance."""
+WAITS: Final = 32.0
+"""First bytes that show whether requests wait for one another."""
+MIN_SPREAD_S: Final = 0.1
+"""The predicted waits must differ by this much: short ones show nothing, as prefills that share a step do not wait."""
+ERRORS: Final = 3.0
+"""So many standard errors make it certain."""
+MIDDLE: Final = 0.5
+"""A slope between that of no wait at all and that of the wait that was predicted."""
+LEAST_SLOPE: Final = 0.01
+AGAIN_S: Final = 60.0
+"""After requests were seen to wait for one another, no more are placed than the prediction allows for this long."""
 
 
 class Lanes:
     """The delay and the lanes of one endpoint."""
 
     __slots__ = (
-        "_beyond_s",
-        "_deviation_s",
-        "_evidence",
-        "_first_bytes",
-        "_grows",
-        "_reports",
-        "_response_trend",
-        "_serial_until",
-        "_trend",
+        "_at",
+        "_busy_s",
+        "_count",
+        "_done_s",
+        "_pending",
+        "_waits",
+        "_waits_until",
         "delay_known",
         "delay_s",
         "lanes",
@@ -75,20 +72,11 @@ class Lanes:
         """Mean deviation of that."""
         self.delay_known = False
         """The delay was measured. Before that no first byte is late."""
-        self._evidence = self._reports = 0
-        self._serial_until = -inf
-        self._trend = WaitTrend()
-        """Without reports, like all of the following."""
-        self._response_trend = WaitTrend()
-        """Of non-streaming responses."""
-        self._beyond_s = 0.0
-        """How much longer than predicted the last first bytes took."""
-        self._deviation_s = 0.0
-        """Its mean deviation while slots were free."""
-        self._first_bytes = 0
-        """How many of them are in that mean."""
-        self._grows = False
-        """First bytes showed more lanes, and nothing fewer since."""
+        self._done_s = self._busy_s = self._pending = self._count = self._at = 0.0
+        self._waits = Regression(WAITS)
+        """Of the last prefills: their work in seconds, the time in which any was pending, how many were, how
+        many prefills they are, and until when that time is counted."""
+        self._waits_until = -inf
 
     def save(self) -> dict[str, float]:
         """What is known, for `restore`; empty before the delay is."""
@@ -102,95 +90,49 @@ class Lanes:
             self.lanes, self.delay_s, self.spread_s = saved["lanes"], saved["delay_s"], saved["spread_s"]
             self.delay_known = True
 
-    @property
-    def counts_unseen(self) -> bool:
-        """Whether requests that a report does not contain yet count like those that it does. Not, if the engine's step
-        explains that; but first bytes may show parallel prefills, as some engines count what is in prefill nowhere, or
-        take long for another reason, such as what is before the engine.
+    def may_grow(self, pending: int, now: float) -> bool:
+        """Whether one more request may be placed beyond what the prediction allows, to find out whether it waits."""
+        return self._busy_s > 0.0 and now >= self._waits_until and pending < 2.0 * max(1.0, self._pending)
+
+    def begins(self, now: float) -> None:
+        """Note that a request is pending, and none was before."""
+        self._at = now
+
+    def prefilled(self, prefill_s: float, pending: int, now: float) -> None:
+        """Note that a prefill ended that takes `prefill_s` by itself. `pending`: requests that were, with this one."""
+        rest = 1.0 - 1.0 / MEMORY
+        self._done_s = rest * self._done_s + prefill_s
+        self._busy_s = rest * self._busy_s + (now - self._at)
+        self._count = rest * self._count + 1.0
+        self._pending += (pending - self._pending) / 4.0
+        self._at = now
+        is_more = self._count > MEMORY / 2.0 and 0.0 < CLEARLY * self._busy_s < self._done_s
+        self.lanes = self._done_s / self._busy_s if is_more else 1.0
+
+    def waited(self, predicted_s: float, waited_s: float, now: float) -> None:
+        """Note that a first byte came `waited_s` later than it does alone, where `predicted_s` are the time for the
+        prefills before it, one after the other. To be called after `prefilled`.
         """
-        return self._evidence > 0 or self.delay_s > FIXED_S
-
-    def may_test(self, pending: int, now: float) -> bool:
-        """Whether one more request may be placed although prefills are queued, to test whether it is computed in
-        parallel.
-        """
-        return self.delay_known and self._evidence >= 0 and pending < 2 and now > self._serial_until
-
-    @property
-    def fixed_s(self) -> float:
-        """What first bytes take for another reason than prefills, where the engine does not report its queue: the delay
-        without requests before them, as far as those with some have it too. One slow start shows nothing.
-        """
-        return min(self.delay_s, self._beyond_s) if self._first_bytes >= MIN_EVIDENCE else 0.0
-
-    def may_explore(self, pending: int, now: float) -> bool:
-        """Whether one more request may be placed where the engine does not report its queue, so that only first bytes
-        show how many prefills it computes in parallel: one more than is known, and twice as many while these show no
-        wait.
-        """
-        if now <= self._serial_until:
-            return False
-        return pending < (2.0 * self.lanes if self._grows else self.lanes + 1.0)
-
-    def learn_first_byte(
-        self, predicted_s: float, waited_s: float, before: int, now: float, *, slots_free: bool
-    ) -> None:
-        """Learn from a first byte of an engine that does not report its queue. `predicted_s`, `waited_s` and `before`:
-        see `WaitTrend.learn`. `slots_free`: it hardly waited for a slot.
-        """
-        self._first_bytes = min(MEAN_OF, self._first_bytes + 1)
-        off_s = waited_s - predicted_s - self._beyond_s
-        self._beyond_s += off_s / self._first_bytes
-        if slots_free:
-            self._deviation_s += (abs(off_s) - self._deviation_s) / self._first_bytes
-        self._learn_trend(self._trend, predicted_s, waited_s, before, now)
-
-    def learn_response(self, predicted_s: float, waited_s: float, before: int, now: float) -> None:
-        """The same of a non-streaming response, whose `waited_s` is what its length does not explain."""
-        self._learn_trend(self._response_trend, predicted_s, waited_s, before, now)
-
-    def _learn_trend(self, trend: WaitTrend, predicted_s: float, waited_s: float, before: int, now: float) -> None:
-        trend.learn(predicted_s, waited_s, before)
-        slope = trend.certain_slope()
-        if slope is None:
+        line = self._waits
+        line.learn(predicted_s, waited_s)
+        if line.xx <= MIN_SPREAD_S * MIN_SPREAD_S:
             return
-        if slope > MIDDLE:
-            self._grows = False
-            self.lanes = max(1.0, self.lanes / min(MAX_DECREASE, max(1.0, slope)))
-            self._serial_until = now + (SERIAL_S if self.lanes == 1.0 else PARALLEL_S)
-        elif trend.most >= self.lanes:
-            self._grows = True
-            self.lanes = trend.most + 1.0
-            self._serial_until = -inf
-        trend.forget()
+        over, error = line.slope() - MIDDLE, ERRORS * line.slope_error()
+        if over > error:
+            self._waits_until = now + AGAIN_S
+        elif -over > error:
+            self.lanes = max(self.lanes, 1.0 / max(line.slope(), LEAST_SLOPE))
 
-    def learn_lanes(self, waiting: float, pending: int, *, full: bool, at: float) -> None:
-        """Note the reported queue, while `pending` requests of ours have no first byte. `full`: the model predicts a
-        long wait for the last of these.
-        """
-        if waiting >= 1.0:
-            self._reports = 0
-            if pending >= 1:
-                self._serial_until = at + SERIAL_S
+    def queue_reported(self, waiting: float, pending: int, at: float) -> None:
+        """Note the reported queue, while `pending` requests of ours have no first byte."""
+        if waiting >= 1.0 and pending:
+            self._waits_until = at + AGAIN_S
             self.lanes = max(1.0, min(self.lanes, pending - waiting))
-        elif full and pending >= 2 and self.delay_known and self._evidence >= 0:
-            self._reports += 1
-            if self._reports >= MIN_REPORTS:
-                self.lanes = max(self.lanes, 2.0 * pending)
-                self._reports = 0
-                self._serial_until = -inf
-        else:
-            self._reports = 0
 
-    def late_after_s(self, predicted_s: float, *, reported: bool) -> float:
-        """After how many seconds a first byte is late that is predicted in `predicted_s`. `reported`: the engine
-        reports its queue.
-        """
-        spread_s = self.spread_s
-        if not reported and self._first_bytes >= MIN_EVIDENCE:
-            spread_s = max(spread_s, self._deviation_s)
+    def late_after_s(self, predicted_s: float) -> float:
+        """After how many seconds a first byte is late that is predicted in `predicted_s`."""
         margin_s = max(LATE_S, predicted_s)  # max() of three is a call of Python's, 2,000 instructions
-        return predicted_s + self.delay_s + max(margin_s, 4.0 * spread_s)
+        return predicted_s + self.delay_s + max(margin_s, 4.0 * self.spread_s)
 
     def learn_delay(self, beyond_s: float) -> None:
         """Learn from a first byte that arrived `beyond_s` after its prediction, when no request of ours was
@@ -202,18 +144,3 @@ class Lanes:
             return
         self.spread_s += (abs(beyond_s - self.delay_s) - self.spread_s) / 4.0
         self.delay_s += (beyond_s - self.delay_s) / 8.0
-
-    def learn_wait(self, predicted_s: float, waited_s: float, before: int) -> None:
-        """Learn from a request that waited `waited_s` for the `before` prefills before it; `predicted_s` was
-        predicted.
-        """
-        if predicted_s < max(MIN_WAIT_S, self.spread_s):
-            return
-        if waited_s < 0.5 * predicted_s:
-            self._evidence = min(MIN_EVIDENCE, self._evidence + 1)
-            if self._evidence == MIN_EVIDENCE and self.lanes <= before:
-                self.lanes += 1.0
-        else:
-            self._evidence = max(-MIN_EVIDENCE, self._evidence - 2)
-            if self.lanes > 1.0 and waited_s > 1.5 * predicted_s:
-                self.lanes -= 1.0

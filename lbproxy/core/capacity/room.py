@@ -40,9 +40,6 @@ is assumed to continue: this many requests may be queued, however long they take
 MIN_OWN_REQUESTS: Final = 2
 """This many requests of ours may be at any endpoint: where others fill the engine's queue, holding ours back only
 admits more of theirs."""
-EXPLORE_MS: Final = 1000.0
-"""Where an engine reports nothing, it is tested for parallel prefills only while this much work is held for it: before,
-holding costs little, and each test takes a request its choice of another endpoint."""
 LIMIT_STEP: Final = 0.15
 """The share of a limit's error that one non-streaming response corrects."""
 
@@ -91,6 +88,8 @@ class Room:
         times = self.response_times
         times.learn(excess_s, tokens)
         beyond_s = times.beyond_s(excess_s, tokens)
+        if beyond_s is not None:
+            slots.response(in_flight, beyond_s + slots.wait_ms(in_flight, now) / 1000.0, now)
         self._learn_limit(in_flight, now)
         return beyond_s
 
@@ -119,40 +118,27 @@ class Room:
         """Note how much longer a request took than its own and earlier prefills explain. `before`: our requests in
         flight when it was placed.
         """
-        if self._is_last_slot(before, now):
+        if self.is_last_slot(before, now):
             self.slots.waited(waited_s, now)
 
     # Reading
 
     def longest_wait_s(self, in_flight: int, now: float) -> float:
         """How long one more request may have to wait for a slot; 0 if there is certainly one."""
-        return self.slots.longest_wait_s(now) if self._is_last_slot(in_flight, now) else 0.0
+        return self.slots.longest_wait_s(now) if self.is_last_slot(in_flight, now) else 0.0
 
-    def _is_last_slot(self, in_flight: int, now: float) -> bool:
+    def is_last_slot(self, in_flight: int, now: float) -> bool:
         """Whether none may be left for one more request: a learned limit grows by one as a test."""
         return in_flight + self.others.requests(now) >= self.slots.limit - 1.0
 
-    def hold_ms(self, now: float) -> float:
-        """How much prefill may be queued. More than `HOLD_MS` where the engine reports nothing and first bytes take
-        long for a reason other than their prompts: a shorter queue of prefills would not make them earlier.
-        """
-        if now <= self.slots.reported_until:
-            return HOLD_MS
-        return max(HOLD_MS, 1000.0 * self.lanes.fixed_s)
-
-    def may_start(self, pending: int, held_ms: float, now: float, *, non_streaming: bool) -> bool:
-        """Whether another request is placed here although enough prefill work is queued, to test whether it starts at
-        once.
-
-        `pending`: requests without a first byte. `non_streaming`: the first of them does not stream. `held_ms`: the
-        time for the work that is held for this endpoint.
+    def may_start(self, pending: int, now: float, *, non_streaming: bool) -> bool:
+        """Whether another request is placed here although enough prefill work is queued, to find out whether it waits.
+        `pending`: requests without a first byte. `non_streaming`: the first of them does not stream.
         """
         if non_streaming and pending <= NON_STREAMING_QUEUE:
             return True
-        if now > self.slots.reported_until:
-            seen = self.lanes.delay_known or self.slots.response_s > 0.0
-            return seen and held_ms > EXPLORE_MS and self.lanes.may_explore(pending, now)
-        return self.slots.is_idle(now) and self.lanes.may_test(pending, now)
+        is_queue_reported = now <= self.slots.reported_until and not self.slots.is_idle(now)
+        return not is_queue_reported and self.lanes.may_grow(pending, now)
 
     def competes(self, in_flight: int, pending: int, silent: int, now: float) -> bool:
         """Whether one more request is placed here because others wait in the engine. Of our requests `in_flight`,

@@ -11,6 +11,11 @@ memory may allow less. Otherwise it shows in three ways, and each sets the limit
 - Without reports and streams: responses that take longer than their length explains (`core.capacity.trends`), or
   stalled streams show that the space is used up (`core.capacity.space`).
 
+A limit that nobody reports moves prices at once. Requests are held for it, and refused, only once something shows that
+they wait for others to end (`Evidence`), as first bytes may vary for any reason: at late first bytes, one after the
+other, the same number runs, where requests that do not wait for one another vary by as much as their mean; or whole
+responses certainly take longer the more requests are there.
+
 The limit is infinite before the first of these. It grows while it is reached and nothing waits: by one for each first
 byte in time, or by steps that double with each report in a row. This is the additive increase of a congestion window
 (Jacobson, 1988), but the decrease needs no factor, as the same events that show a full engine also show how much it
@@ -25,6 +30,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import exp, inf
 from typing import Final
+
+from lbproxy.core.capacity.regression import Regression
+from lbproxy.core.capacity.trends import RESPONSES
 
 QUEUE_S: Final = 0.25
 """An engine may have as many requests waiting as it starts in this time; or `MIN_QUEUE`, if that is more."""
@@ -48,9 +56,48 @@ MIN_SHARE_WITHOUT_SPACE: Final = 0.75
 use."""
 SPACE_S: Final = 30.0
 """How long a lack of space counts, without overload."""
+RUNNING_OF: Final = 16.0
+"""Late first bytes that show whether the same number runs at each."""
+GROWS: Final = 0.1
+"""Responses take longer the more requests are there if each adds at least this share of what it would in a queue."""
+ERRORS: Final = 3.0
+"""And so many standard errors."""
+EVEN: Final = 0.25
+"""What runs is even if its variance is less than this share of its mean: that of requests that do not wait for one
+another is as large as the mean (Poisson)."""
 MAX_STEP: Final = 64.0
 ASSUMED_RESPONSE_S: Final = 1.0
 """The assumed duration of a response before one was seen."""
+
+
+class Evidence:
+    """Whether requests wait in an engine that does not report it."""
+
+    __slots__ = ("_growth", "_running", "is_shown", "late_in_row")
+
+    def __init__(self) -> None:
+        self.is_shown = False
+        self.late_in_row = 0
+        """Late first bytes since one was in time."""
+        self._running = Regression(RUNNING_OF)
+        """What ran at late first bytes: a mean and a variance."""
+        self._growth = Regression(RESPONSES)
+        """Seconds that whole responses took too long, over the requests there before."""
+
+    def late(self, running: float) -> None:
+        """Note a late first byte, with which so many requests run."""
+        self.late_in_row += 1
+        line = self._running
+        line.learn(running, 0.0)
+        if line.count >= RUNNING_OF:
+            self.is_shown = line.xx < (line.mean_x if self.is_shown else EVEN * line.mean_x)
+
+    def response(self, before: float, beyond_s: float, rate: float) -> None:
+        """Note a whole response: see `Slots.response`. `rate`: requests that start in a second."""
+        line = self._growth
+        line.learn(before, beyond_s)
+        if line.count >= RUNNING_OF and line.xx > 0.0:
+            self.is_shown |= line.slope() > max(GROWS / rate, ERRORS * line.slope_error())
 
 
 class Slots:
@@ -58,9 +105,9 @@ class Slots:
 
     __slots__ = (
         "_cache",
+        "_evidence",
         "_in_time_at",
         "_initial_limit",
-        "_late_in_row",
         "_queued",
         "_reported_limit",
         "_space_until",
@@ -88,10 +135,10 @@ class Slots:
         self._initial_limit = INITIAL_LIMIT
         self._cache = 0.0
         """The share of the KV cache in use, by the latest report."""
+        self._evidence = Evidence()
         self._waiting = 0.0
         self._space_until = -inf
         """Until when the lack of space counts."""
-        self._late_in_row = 0
         self._in_time_at = -inf
         self._step = 1.0
         self._queued = (0.0, 0.0)
@@ -116,7 +163,9 @@ class Slots:
         """Whether no request should be added to the `in_flight` ones, ours and others'."""
         if in_flight < self.limit:
             return in_flight >= self._initial_limit and now > self.reported_until
-        return in_flight - self.limit >= self.allowance(now)
+        if in_flight - self.limit < self.allowance(now):
+            return False
+        return now <= self.reported_until or self.limit >= self._reported_limit or self._evidence.is_shown
 
     def is_idle(self, now: float) -> bool:
         """Whether the engine reports that no request waits."""
@@ -171,6 +220,7 @@ class Slots:
         if saved:
             self.response_s = saved["response_s"]
             self._found(saved.get("limit", inf), bool(saved["by_space"]), bounded=True)
+            self._evidence.is_shown = self.limit < inf
             self._initial_limit = saved.get("initial_limit", inf)
 
     def forget(self) -> None:
@@ -213,12 +263,18 @@ class Slots:
         if waited_s >= self.longest_wait_s(now):
             self._queued = waited_s, now
 
+    def response(self, before: float, beyond_s: float, now: float) -> None:
+        """Note by how much a response that did not stream took longer than its prefill and its length explain, with
+        `before` requests there before it.
+        """
+        self._evidence.response(before, beyond_s, self.rate(now))
+
     def first_byte_in_time(self, before: float, now: float) -> None:
         """Note a first byte in time, with `before` requests there before it."""
         self._initial_limit = inf
         if now <= self.reported_until:
             return
-        self._late_in_row = 0
+        self._evidence.late_in_row = 0
         self._in_time_at = now
         if before > self.limit and before >= self.limit + self.allowance(now) - 1.0:
             self._found(self.limit + 1.0, self.limited_by_space, bounded=True)
@@ -230,8 +286,8 @@ class Slots:
         self._initial_limit = inf
         if now <= self.reported_until:
             return
-        self._late_in_row += 1
-        if self._late_in_row >= LATE_IN_ROW:
+        self._evidence.late(running)
+        if self._evidence.late_in_row >= LATE_IN_ROW:
             seen = before + 1.0 - waited_s * self.rate(now)
             self._found(min(running, 0.5 * (min(self.limit, running) + seen)), False)
 

@@ -1,13 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What times show of an engine that does not report what it does: regressions over recent requests.
+"""What the durations of whole responses show of an engine that does not report what it does.
 
-**Parallel prefills, from first bytes** (`WaitTrend`). Each first byte has the time that its request should have waited
-for earlier prefills, with as many in parallel as are assumed, and the time that it did take beyond its own work. The
-slope of the second over the first is 1 where the assumption is right, 0 where no request waits, and above 1 where fewer
-prefills run in parallel. What all requests take, as a fixed time to the first token, is the intercept and does not
-matter. Noise widens the error of the slope, and nothing is concluded before that is small.
-
-**Slots, from the durations of non-streaming responses** (`ResponseTimes`). Such a response shows one time: its end. It
+A response that does not stream shows one time: its end. It
 took the time of its tokens, and waited in the engine for others to end:
 
     took = base + tokens * gap + waited,      waited = (in flight before it + 1 - limit) / rate, if above 0
@@ -28,16 +22,6 @@ from typing import Final
 
 from lbproxy.core.capacity.regression import Regression
 
-WINDOW: Final = 32
-"""How many of the last first bytes count."""
-MIN_WAIT_S: Final = 0.1
-"""A shorter predicted wait shows nothing by itself."""
-MIN_WAITS: Final = 5
-"""Nothing is concluded from fewer requests that should have waited."""
-ERRORS: Final = 2.0
-"""So many standard errors make it certain."""
-MIDDLE: Final = 0.5
-"""A slope between that of no wait at all and that of the wait that was predicted."""
 RESPONSES: Final = 48.0
 """Responses over which means are taken."""
 MIN_RESPONSES: Final = 16
@@ -47,46 +31,6 @@ MIN_VARIATION: Final = 0.15
 MAX_SLOWDOWN: Final = 2.0
 GAP_GROWTH: Final = 1.0005
 """The smallest gap grows by this factor with each response, as servers change."""
-
-
-class WaitTrend:
-    """What the recent first bytes of one endpoint show."""
-
-    __slots__ = ("_line", "_waits", "most")
-
-    def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """Begin anew."""
-        self._line = Regression(WINDOW)
-        self._waits = 0
-        self.most = 0
-        """The most prefills that were before one of the requests."""
-
-    def learn(self, predicted_s: float, took_s: float, before: int) -> None:
-        """Learn from a request that should have waited `predicted_s` for the `before` prefills before it, and took
-        `took_s` beyond its own work.
-        """
-        self._waits += predicted_s >= MIN_WAIT_S
-        self.most = max(self.most, before)
-        self._line.learn(predicted_s, took_s)
-
-    def slope(self) -> tuple[float, float] | None:
-        """By how much longer requests take for each second that they should wait, and the error of that; None: not
-        known.
-        """
-        line = self._line
-        if self._waits < MIN_WAITS or not line.xx:
-            return None
-        return line.slope(), line.slope_error()
-
-    def certain_slope(self) -> float | None:
-        """The slope, if it is certain on which side of `MIDDLE` it is."""
-        found = self.slope()
-        if found is None or abs(found[0] - MIDDLE) <= ERRORS * found[1]:
-            return None
-        return found[0]
 
 
 class ResponseTimes:

@@ -97,6 +97,10 @@ class LoadModel:
         """How long a request that is placed here now may have to wait for a slot; 0 if there is certainly one."""
         return self.room.longest_wait_s(self.work.in_flight, now)
 
+    def lacks_slots(self, now: float) -> bool:
+        """Whether requests wait here for others to end, and not for their prefills."""
+        return self.room.is_last_slot(self.work.in_flight, now)
+
     def is_full(self, now: float, overloaded: bool) -> bool:
         """Whether no request should be placed here now. `overloaded`: see `Room.shortage`."""
         room, pending = self.room, self.work.pending
@@ -105,10 +109,9 @@ class LoadModel:
             return False
         if self._shortage(now, overloaded) is not None:
             return True
-        if self.prefill_ms(now) <= room.hold_ms(now):
+        if self.prefill_ms(now) <= HOLD_MS:
             return False
-        held_ms = self.speed.prefill_ms(room.reservations.tokens)
-        return not room.may_start(len(pending), held_ms, now, non_streaming=non_streaming)
+        return not room.may_start(len(pending), now, non_streaming=non_streaming)
 
     def lacks_room(self, now: float, overloaded: bool) -> bool:
         """Whether it lacks slots or space for another request. Changes nothing."""
@@ -118,13 +121,13 @@ class LoadModel:
         """Why no request should be placed here now; None: one may be placed. Changes nothing."""
         if self._competes(now):
             return None
-        return self._shortage(now, overloaded) or ("prefill" if self.prefill_ms(now) > self.room.hold_ms(now) else None)
+        return self._shortage(now, overloaded) or ("prefill" if self.prefill_ms(now) > HOLD_MS else None)
 
     def has_room_in_s(self, now: float, overloaded: bool) -> float:
         """In how many seconds there is room if no event comes; infinite: never."""
         if self._shortage(now, overloaded) is not None:
             return inf
-        return max(0.0, self.prefill_ms(now) - self.room.hold_ms(now)) / 1000.0
+        return max(0.0, self.prefill_ms(now) - HOLD_MS) / 1000.0
 
     def _competes(self, now: float) -> bool:
         work = self.work
@@ -171,15 +174,16 @@ class LoadModel:
             placement.work = pool.body_sizes.factor(request.model, request.body_bytes)
             self.room.opaque.extra_weight += placement.work - 1.0
         lanes = self.room.lanes
-        placement.pending_before = len(work.pending)
+        if not work.pending:
+            lanes.begins(now)
         placement.in_flight = work.in_flight
+        placement.serial_wait_s = self.speed.prefill_ms(self.backlog_tokens(now)) / 1000.0
         placement.prefill_wait_s = self.prefill_ms(now) / 1000.0
         placement.predicted_s = self.speed.first_byte_ms(1000.0 * placement.prefill_wait_s, new_work, now) / 1000.0
         if not request.stream:
             placement.due_at = now + placement.predicted_s
         elif lanes.delay_known:
-            reported = now <= self.room.slots.reported_until
-            placement.late_at = now + lanes.late_after_s(placement.predicted_s, reported=reported)
+            placement.late_at = now + lanes.late_after_s(placement.predicted_s)
         work.place(placement, now)
         if pool.adapters and request.model is not None and request.model in pool.adapters:
             placement.adapter = request.model
@@ -214,6 +218,7 @@ class LoadModel:
         # Earlier non-streaming requests were prefilled before it: their work is part of its time.
         before = work.non_streaming_before(placement) if work.due_at < NEVER else []
         done = [*before, placement]
+        self._learn_lanes(placement, now - placement.placed_at, now)
         speed.first_bytes_arrived(
             done, work.prefill_since if self.room.lanes.lanes == 1.0 else placement.placed_at, now
         )
@@ -295,15 +300,8 @@ class LoadModel:
         beyond_s = took_s - placement.predicted_s
         room.slots.started(now)
         room.waited(beyond_s, placement.in_flight, now)
-        lanes, earlier = room.lanes, placement.pending_before
-        slots_free = placement.in_flight < FREE_SHARE * room.slots.limit
-        if not earlier and slots_free:
-            lanes.learn_delay(beyond_s)
-        predicted_s, waited_s = placement.prefill_wait_s, placement.prefill_wait_s + beyond_s
-        if now > room.slots.reported_until:
-            lanes.learn_first_byte(predicted_s, waited_s, earlier, now, slots_free=slots_free)
-        elif earlier and lanes.delay_known:
-            lanes.learn_wait(predicted_s, waited_s - lanes.delay_s, earlier)
+        if not placement.serial_wait_s and placement.in_flight < FREE_SHARE * room.slots.limit:
+            room.lanes.learn_delay(beyond_s)
         if placement.late_at <= now:
             running = self.work.in_flight - len(self.work.pending)
             before = placement.in_flight + room.others.requests(now)
@@ -312,6 +310,18 @@ class LoadModel:
         else:
             room.space.sufficed(self.work.context_tokens)
             room.slots.first_byte_in_time(placement.in_flight + room.others.requests(now), now)
+
+    def _learn_lanes(self, placement: Placement, took_s: float, now: float) -> None:
+        """Learn from the end of one prefill how many there are at a time. `took_s`: its wait included."""
+        if not placement.request.prompt_bytes:
+            return
+        own_s = self.speed.prefill_ms(placement.work) / 1000.0
+        alone_s = self.speed.first_byte_ms(0.0, placement.work, now) / 1000.0
+        lanes = self.room.lanes
+        waited_s, pending = took_s - alone_s - lanes.delay_s, max(1, len(self.work.pending))
+        lanes.prefilled(own_s, pending, now)
+        if placement.request.stream:
+            lanes.waited(placement.serial_wait_s, waited_s, now)
 
     def _learn_space(self, now: float) -> None:
         """Learn from a first byte that is late, if streams stall meanwhile."""
@@ -332,8 +342,7 @@ class LoadModel:
             base_s = placement.predicted_s - placement.prefill_wait_s
             beyond_s = self.room.completed(took_s, base_s, int(output), placement.in_flight, now)
             if beyond_s is not None:
-                predicted_s, earlier = placement.prefill_wait_s, placement.pending_before
-                self.room.lanes.learn_response(predicted_s, beyond_s, earlier, now)
+                self._learn_lanes(placement, beyond_s + base_s, now)
 
     # Reports of the endpoint
 
@@ -358,8 +367,9 @@ class LoadModel:
             used, slots = metrics.lora.running | metrics.lora.waiting, metrics.lora.max_lora
             self.adapters.report(used, slots, now=metrics.scraped_at, until=fresh_until)
         room, pool, work = self.room, self.pool, self.work
-        room.others.learn(others or 0.0, queued, work.in_flight, until=fresh_until, reported=reported)
-        pool.others.learn(room.others.count, fresh_until, pool.index.members)
+        if others is not None:  # unknown load is not idle: it stays what the others have on average
+            room.others.learn(others, queued, work.in_flight, until=fresh_until, reported=reported)
+            pool.others.learn(room.others.count, fresh_until, pool.index.members)
         if metrics.kv_utilization is not None:
             own = kv.cache.pinned * pool.index.block_bytes / pool.bytes_per_token + work.live_tokens
             in_use = metrics.kv_utilization * kv.capacity_tokens
@@ -371,19 +381,15 @@ class LoadModel:
         if metrics.waiting is None:
             return
         at, pending = metrics.scraped_at, self.work.pending
-        seen, full = len(pending), self.prefill_ms(at) > HOLD_MS
-        if metrics.running is not None and metrics.waiting < 1.0 and full and not self.room.lanes.counts_unseen:
-            # An engine counts a request when its next step begins: what is in neither gauge yet shows nothing.
-            in_flight = self.work.in_flight + self.room.others.requests(at)
-            unseen = min(int(in_flight - metrics.running), self.work.placed_since(at - STEP_S))
-            if unseen > 0:
-                seen -= unseen
-                unseen_ms = self.speed.prefill_ms(self.work.last_tokens(unseen)) / self.room.lanes.lanes
-                full = self.prefill_ms(at) - unseen_ms > HOLD_MS
-        self.room.lanes.learn_lanes(metrics.waiting, seen, full=full, at=at)
+        waiting, running = metrics.waiting, metrics.running
+        if running is not None:  # what streams runs: only the rest can wait, whatever the gauges call it
+            all_there = waiting + running
+            waiting = min(waiting, max(0.0, all_there - self.work.streaming(at)))
+            running = all_there - waiting
+        self.room.lanes.queue_reported(waiting, len(pending), at)
         explained = sum(one.late_at > at for one in pending) + self.adapters.waiting_requests()
         cache, slots = metrics.kv_utilization or 0.0, self.room.slots
-        slots.learn_limit(metrics.waiting, metrics.running, explained, cache=cache, until=fresh_until)
+        slots.learn_limit(waiting, running, explained, cache=cache, until=fresh_until)
 
     def cache_reported(self, report: CacheReport) -> None:
         """Note what KV events show. With a cleared cache speed, adapters and limits are what they were."""

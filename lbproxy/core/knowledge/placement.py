@@ -28,7 +28,6 @@ class Placement:
         "idle_blocks",
         "in_flight",
         "late_at",
-        "pending_before",
         "pinned_end",
         "placed_at",
         "predicted_s",
@@ -37,6 +36,7 @@ class Placement:
         "prompt_tokens",
         "reported_at",
         "request",
+        "serial_wait_s",
         "steps",
         "streamed_tokens",
         "uncached_tokens",
@@ -63,14 +63,14 @@ class Placement:
         """When a non-streaming request counts as prefilled; NEVER for streams, whose first byte shows it."""
         self.late_at = NEVER
         """For streams: when the first byte is so late that earlier prefills do not explain it."""
-        self.pending_before = 0
-        """Requests that were placed before it and had no first byte yet."""
         self.in_flight = 0
         """Our requests in flight when it was placed."""
         self.predicted_s = 0.0
         """Predicted seconds until its first byte, as of its placement."""
         self.prefill_wait_s = 0.0
         """The part of `predicted_s` for which it waits for other prefills."""
+        self.serial_wait_s = 0.0
+        """The same if the engine computes one prefill after the other."""
         self.streamed_tokens = 0
         self.reported_at = NEVER
         """The time of its last progress; NEVER = none yet."""

@@ -104,6 +104,16 @@ class Work:
         """
         return self.in_flight - len(self.pending) - len(self._streams)
 
+    @property
+    def streams(self) -> int:
+        """Streams that had progress."""
+        return len(self._streams)
+
+    def streaming(self, now: float) -> int:
+        """Streams that had progress just now: the engine runs them. O(their number)."""
+        since = now - STALLED_S
+        return sum(1 for _ in takewhile(lambda one: one.reported_at >= since, reversed(self._streams)))
+
     def stalled(self) -> int:
         """Streams without progress for `STALLED_S` while others had some, in more than one step: at the end of a long
         one, all but those whose tokens are here already seem to stall. O(their number).

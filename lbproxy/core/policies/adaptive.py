@@ -47,6 +47,9 @@ DECODE: Final = 0.07
 """What a millisecond of decode is worth, relative to one of waiting for the first token."""
 SPACE: Final = 20.0
 """What the space in a full cache costs, in prefills of the same prompt, with no requests in flight."""
+DEMAND: Final = 0.5
+"""A prefix that so many requests in flight use for each copy of it, as a share of the mean requests in flight at an
+endpoint, takes no space that is worth more: its homes alone cannot be as loaded as the others."""
 CROWDED: Final = 0.3
 """The share of `SPACE` that is added for each request in flight at a candidate, on average."""
 MAX_SPACE_WAIT_MS: Final = 60_000.0
@@ -118,7 +121,7 @@ class Adaptive(Policy):
         token_ms, output, pool_base, block = pool.token_ms, pool.output_tokens, pool.base_ms, pool.block_tokens(request)
         prompt, blocks, depths = pool.prompt_tokens(request), len(keys) * block, pool.index.match(keys)
         home = None if request.session is None or is_second else _home(pool, request.session, prompt, block, depths)
-        space = SPACE * token_ms * pool.hit_ratio * (1.0 + CROWDED * _mean_load(loads))
+        space, demanded = _space_price(request, loads, block)
         space_tokens, pool_gap = pool.size.space_tokens, (pool.gap_ms, pool.gap_per_token_ms)
         answer, stall_share, steps = (0.0, 0.0, 0.0) if is_first else (output, STALL, STEPS)
         per_gap, fewest = DECODE * answer, 0.0 if is_second else 1.0
@@ -160,8 +163,9 @@ class Adaptive(Policy):
             gap = own_gap + slope * (there.context_tokens + prompt)
             # Cache space: more is taken where more is full, and matters more where more is reused. At the pool's speed:
             # any endpoint may compute it again, and at their own, slow ones were avoided (goodput .46 instead of .75).
+            spaced = uncached if demanded <= cached else max(0.0, uncached + cached - demanded)
             cache, live, foreign = kv.cache, there.live_tokens, others.space(now) if others.cache_tokens else 0.0
-            cache_space = space * ((cache.size * block + live + foreign) / (kv.known_tokens or space_tokens)) * uncached
+            cache_space = space * ((cache.size * block + live + foreign) / (kv.known_tokens or space_tokens)) * spaced
             # Space for all prompts and responses: what these have or may add, whichever is more (docs/decisions/0031).
             growth = in_flight * output - live
             over = blocks - cached + answer + foreign - kv.capacity_tokens
@@ -169,8 +173,7 @@ class Adaptive(Policy):
             space_wait = space_wait_ms(load, over, now) if over > 0.0 else 0.0
             cost = base + wait + computed + per_gap * (gap + streams * slope * prompt) + (cache_space + space_wait)
             if context.explains:
-                stall = computed if is_second else prefill * stall_share * streams
-                decode, slow_down = per_gap * gap, per_gap * streams * slope * prompt
+                stall, decode, slow_down = computed - prefill, per_gap * gap, per_gap * streams * slope * prompt
                 notes = _Parts(notes, cost, base, wait, prefill, stall, decode, slow_down, cache_space, space_wait)
                 notes.cached = prompt - uncached
             costs[n], waits[n], works[n] = cost, wait, own
@@ -286,12 +289,16 @@ def _wait_ms(load: LoadModel, backlog: float, ahead: float, work: float, context
     return max(prefills, room.slots.wait_ms(ahead, context.now))
 
 
-def _mean_load(loads: list[LoadModel]) -> float:
-    """Requests in flight at an endpoint, on average."""
-    total = 0
+def _space_price(request: InferenceRequest, loads: list[LoadModel], block: float) -> tuple[float, float]:
+    """What a token of space in a full cache costs, in milliseconds, and how many of the prompt's first tokens cost
+    nothing, as they are in demand (`DEMAND`). `block`: tokens in a block.
+    """
+    pool, in_flight = loads[0].pool, 0
     for load in loads:
-        total += load.work.in_flight
-    return total / len(loads)
+        in_flight += load.work.in_flight
+    mean = in_flight / len(loads)
+    demanded = 0 if request.leg == FIRST_LEG else pool.index.demanded(request.block_keys, DEMAND * mean)
+    return SPACE * pool.token_ms * pool.hit_ratio * (1.0 + CROWDED * mean), demanded * block
 
 
 def _compare_space(costs: list[float], notes: _Parts | None, spaces: list[float]) -> None:
@@ -311,7 +318,7 @@ def space_wait_ms(load: LoadModel, over_tokens: float, now: float) -> float:
     """Milliseconds until `over_tokens` of cache space are free, at the recent rate or a fifth of the rate of decode."""
     rate = max(
         freed_per_ms(load.work.freed, now),
-        0.2 * load.work.in_flight / max(5.0, load.speed.mean_gap_ms),
+        0.2 * load.work.streams / max(5.0, load.speed.mean_gap_ms),
         MIN_FREED_PER_MS,
     )
     return min(MAX_SPACE_WAIT_MS, over_tokens / rate)

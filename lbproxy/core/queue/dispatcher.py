@@ -316,6 +316,16 @@ class Dispatcher:
                 if not self._choice.has_room(state, now):
                     del with_room[uid]
 
+    def _waits_for_ends(self, with_room: dict[EndpointUid, EndpointState], now: float) -> bool:
+        """Whether requests wait for others to end or for tokens of a limit, and not for prefills: the least work first
+        gains nothing then, but lets some wait for long.
+        """
+        if not self._claimed.keys().isdisjoint(with_room):
+            return True
+        if not with_room or self._queue.overload.is_lasting:
+            return False
+        return all(state.load.lacks_slots(now) for state in with_room.values())
+
     def _serve_by_turn(
         self,
         with_room: dict[EndpointUid, EndpointState],
@@ -329,7 +339,7 @@ class Dispatcher:
         moved, turns = False, _Turns(self._queue, self._endpoints, with_room)
         lowest = min((state.endpoint.tier for state in with_room.values()), default=0)
         stuck: set[tuple[str | None, frozenset[EndpointUid], int, bool]] = set()
-        by_work = self._by_work and self._claimed.keys().isdisjoint(with_room)  # a limit of tokens gains nothing by it
+        by_work = self._by_work and not self._waits_for_ends(with_room, now)
         work = least_work(self._pool.least_work, now) if by_work and self._pool is not None else None
         for ticket in self._queue.in_order(work, self._flows, now):
             turns.reached(ticket)

@@ -325,3 +325,23 @@ def test_forged_keys_are_only_wrong_guesses(done: list[tuple[int, int, Keys]], m
     for cache in caches:
         cache.trim(0)
     assert (index.entries, len(index)) == (0, 0)
+
+
+def test_a_prefix_is_in_demand_by_its_requests_in_flight_for_each_copy() -> None:
+    index = PrefixIndex()
+    one, two = index.join(), index.join()
+    ends = [one.pin((1, 2, 10 + n))[1] for n in range(4)]
+    assert index.demanded((1, 2, 99), 4.0) == 2
+    assert index.demanded((1, 2, 99), 5.0) == 0
+    assert index.demanded((1, 2, 10), 1.0) == 3, "its own block as well"
+    two.unpin(two.pin((1, 2, 20))[1])
+    assert index.demanded((1, 2, 99), 4.0) == 0, "there are two copies now"
+    assert index.demanded((1, 2, 99), 2.0) == 2
+    index.renew(one)
+    assert index.demanded((1, 2, 99), 0.0) == 0, "the engine restarted: none of them is there"
+    for end in ends:
+        one.unpin(end)
+    last = two.pin((1, 2, 20))[1]
+    assert index.demanded((1, 2, 99), 1.0) == 2
+    two.unpin(last)
+    assert index.demanded((1, 2, 99), 0.0) == 0, "nothing is in flight"

@@ -8,11 +8,11 @@ from math import inf
 
 import pytest
 
-from lbproxy.core.capacity.lanes import LATE_S, MIN_EVIDENCE, MIN_REPORTS, SERIAL_S, Lanes
+from lbproxy.core.capacity.lanes import AGAIN_S, LATE_S, MEMORY, Lanes
 from lbproxy.core.capacity.opaque import FIRST_MS, PRIOR_COUNT, OpaqueTimes
 from lbproxy.core.capacity.others import MeanOthers, Others
 from lbproxy.core.capacity.reservations import Reservations
-from lbproxy.core.capacity.room import EXPLORE_MS, HOLD_MS, Room
+from lbproxy.core.capacity.room import Room
 from lbproxy.core.capacity.slots import FULL_CACHE, INITIAL_LIMIT, SPACE_S, Slots
 from lbproxy.core.capacity.trends import MIN_RESPONSES, ResponseTimes
 
@@ -189,154 +189,94 @@ def test_a_first_byte_is_late_beyond_what_is_usual() -> None:
     assert not lanes.delay_known
     for _ in range(50):
         lanes.learn_delay(3.0)
-    assert lanes.late_after_s(0.1, reported=True) == pytest.approx(0.1 + 3.0 + LATE_S, abs=0.01), (
-        "an engine that always takes 3 s"
-    )
-    steady = lanes.late_after_s(0.1, reported=True)
+    assert lanes.late_after_s(0.1) == pytest.approx(0.1 + 3.0 + LATE_S, abs=0.01), "an engine that always takes 3 s"
+    steady = lanes.late_after_s(0.1)
     for n in range(200):
         lanes.learn_delay(2.5 if n % 2 else 3.5)
-    assert lanes.late_after_s(0.1, reported=True) > steady + 1.0, "and one that varies gets longer"
-    assert lanes.late_after_s(5.0, reported=True) > 10.0, "a long prefill may take twice as long as predicted"
+    assert lanes.late_after_s(0.1) > steady + 1.0, "and one that varies gets longer"
+    assert lanes.late_after_s(5.0) > 10.0, "a long prefill may take twice as long as predicted"
 
 
-def test_prefills_side_by_side_are_found_by_their_first_bytes() -> None:
+def test_more_work_done_than_one_prefill_at_a_time_can_do_shows_several() -> None:
+    """An engine that computes four in parallel finishes four seconds of prefill in each."""
     lanes = Lanes()
-    for _ in range(MIN_EVIDENCE - 1):
-        lanes.learn_wait(0.5, 0.0, 2)
-    assert lanes.lanes == 1.0
-    for _ in range(3):
-        lanes.learn_wait(0.5, 0.0, 2)
-    assert lanes.lanes == 3.0, "two before it and itself"
-    for _ in range(3):
-        lanes.learn_wait(0.5, 1.0, 2)
-    assert lanes.lanes == 1.0
-    lanes.learn_wait(0.01, 0.0, 2)
-    assert lanes.lanes == 1.0, "too short to tell"
-
-
-def test_reports_that_contradict_the_prediction_count_unless_first_bytes_confirm_it() -> None:
+    now = 0.0
+    for _ in range(4 * int(MEMORY)):
+        now += 0.125
+        lanes.prefilled(0.5, 4, now)
+    assert lanes.lanes == pytest.approx(4.0)
+    for _ in range(4 * int(MEMORY)):
+        now += 0.45
+        lanes.prefilled(0.5, 4, now)
+    assert lanes.lanes == 1.0, "the speed was wrong by a tenth"
     lanes = Lanes()
-    lanes.learn_delay(0.0)
-    for n in range(MIN_REPORTS):
-        lanes.learn_lanes(0.0, 3, full=True, at=float(n))
-    assert lanes.lanes == 6.0
-    lanes.learn_lanes(2.0, 6, full=True, at=9.0)
-    assert lanes.lanes == 4.0, "so many are computed while two wait"
-    serial = Lanes()
-    serial.learn_delay(0.0)
-    serial.learn_wait(0.5, 0.5, 2)
-    for n in range(20):
-        serial.learn_lanes(0.0, 3, full=True, at=float(n))
-    assert serial.lanes == 1.0, "prefills that share a step do not wait either"
+    for _ in range(int(MEMORY)):
+        assert lanes.lanes == 1.0, "in no time, or of few, nothing shows"
+        lanes.prefilled(0.5, 2, 0.0)
 
 
-def test_one_more_is_let_through_to_see_unless_that_was_seen() -> None:
-    lanes = Lanes()
-    assert not lanes.may_test(1, 0.0)
-    lanes.learn_delay(0.0)
-    assert lanes.may_test(1, 0.0)
-    assert not lanes.may_test(2, 0.0)
-    lanes.learn_lanes(1.0, 2, full=True, at=1.0)
-    assert not lanes.may_test(1, 2.0)
-
-
-def first_byte(lanes: Lanes, before: int, engine: int, now: float = 0.0) -> None:
+def first_byte(lanes: Lanes, before: int, engine: int, now: float = 0.0, noise_s: float = 0.0) -> None:
     """One behind `before` prefills of .5 s, of an engine that computes so many in parallel."""
-    predicted_s = 0.5 * before / lanes.lanes if before >= lanes.lanes else 0.0
-    waited_s = 0.5 * before / engine if before >= engine else 0.0
-    lanes.learn_first_byte(predicted_s, waited_s, before, now, slots_free=True)
+    lanes.prefilled(0.5, before + 1, now)
+    lanes.waited(0.5 * before, (0.5 * before / engine if before >= engine else 0.0) + noise_s, now)
 
 
-def explored(lanes: Lanes, engine: int, rounds: int = 40) -> None:
-    for n in range(rounds):
+def test_a_prediction_counts_until_it_is_certainly_wrong() -> None:
+    rng, serial, lanes = random.Random(1), Lanes(), Lanes()
+    for n in range(100):
+        first_byte(serial, n % 4, 1, noise_s=rng.uniform(-0.3, 0.3))
+        assert serial.lanes == 1.0
+        lanes.waited(0.01 * (n % 4), 0.0, 0.0)
+    assert lanes.lanes == 1.0, "short prefills that share a step do not wait either"
+    for n in range(100):
+        lanes.waited(0.5 * (n % 8), rng.uniform(-2.0, 2.0), 0.0)
+    assert lanes.lanes > 8.0, "first bytes vary, whatever is before them"
+
+
+@pytest.mark.parametrize("engine", [4, 16])
+def test_more_are_placed_while_first_bytes_do_not_wait(engine: int) -> None:
+    lanes, most = Lanes(), 0
+    for n in range(40):
         before = 0
-        while before < lanes.lanes or lanes.may_explore(before, float(n)):
+        while before < lanes.lanes or lanes.may_grow(before, float(n)):
             first_byte(lanes, before, engine, float(n))
             before += 1
-            assert before < 4 * engine + 2
+            if before > 8 * engine:
+                break
+        most = max(most, before)
+    assert most >= engine
 
 
-@pytest.mark.parametrize("engine", [1, 4, 16])
-def test_without_reports_the_number_tested_doubles_while_first_bytes_do_not_wait(engine: int) -> None:
+def test_an_engine_that_was_seen_to_be_serial_is_not_tested_for_a_while() -> None:
     lanes = Lanes()
-    explored(lanes, engine)
-    assert engine / 3 <= lanes.lanes <= 2 * engine
-    assert not lanes.may_explore(2 * int(lanes.lanes) + 1, 1000.0)
-
-
-def test_without_reports_an_engine_that_computes_fewer_in_parallel_than_it_did_is_found() -> None:
-    lanes = Lanes()
-    explored(lanes, 16)
-    assert lanes.lanes > 5.0
-    for n in range(200):
-        first_byte(lanes, n % 20, 1, 1000.0)
-    assert lanes.lanes < 2.0
-
-
-def test_without_reports_an_engine_that_is_seen_to_be_serial_is_not_tested_for_long() -> None:
-    lanes = Lanes()
-    assert lanes.may_explore(1, 0.0)
-    assert not lanes.may_explore(2, 0.0)
+    assert not lanes.may_grow(1, 0.0), "nothing came yet"
+    lanes.prefilled(0.5, 1, 0.5)
+    assert lanes.may_grow(1, 0.5)
+    assert not lanes.may_grow(2, 0.0)
     for n in range(12):
         first_byte(lanes, n % 2, 1, 1.0)
-    assert lanes.lanes == 1.0
-    assert not lanes.may_explore(1, 2.0)
-    assert lanes.may_explore(1, 2.0 + SERIAL_S), "it may be another one by then"
+    assert not lanes.may_grow(1, 2.0)
+    assert lanes.may_grow(1, 1.0 + AGAIN_S), "it may be another one by then"
+    lanes.queue_reported(1.0, 2, 1.0 + AGAIN_S)
+    assert not lanes.may_grow(1, 2.0 + AGAIN_S), "it says that one waits"
 
 
-def test_without_reports_responses_show_it_too_and_nothing_of_when_a_first_byte_is_late() -> None:
-    lanes = Lanes()
-    lanes.learn_delay(0.1)
-    usual_s = lanes.late_after_s(0.1, reported=False)
+def test_a_limit_that_late_first_bytes_show_holds_once_an_even_number_runs() -> None:
+    """With slots each start follows an end. Where first bytes vary for another reason, so does what runs."""
+    rng, slots, varied = random.Random(1), Slots(), Slots()
+    slots.finished(19.0)
+    varied.finished(8.0)
     for n in range(40):
-        lanes.learn_response(0.5 * (n % 4), 6.0, n % 4, 0.0)
-    assert lanes.lanes == 4.0
-    assert lanes.late_after_s(0.1, reported=False) == usual_s
-
-
-def beyond(lanes: Lanes, beyond_s: float, *, slots_free: bool = True) -> None:
-    lanes.learn_first_byte(0.1, 0.1 + beyond_s, 1, 0.0, slots_free=slots_free)
-
-
-def test_without_reports_a_first_byte_is_late_by_what_all_of_them_show() -> None:
-    """Those with requests before them, too: behind some engines there are always some."""
-    lanes = Lanes()
-    lanes.learn_delay(0.1)
-    usual_s = lanes.late_after_s(0.1, reported=False)
-    for n in range(40):
-        beyond(lanes, 2.0 * (n % 2), slots_free=False)
-    assert lanes.late_after_s(0.1, reported=False) == usual_s, "they may have waited for slots"
-    for n in range(40):
-        beyond(lanes, 2.0 * (n % 2))
-    assert lanes.late_after_s(0.1, reported=False) > usual_s + 3.0
-    assert lanes.late_after_s(0.1, reported=True) == usual_s
-
-
-def test_without_reports_prefill_is_held_back_by_what_explains_first_bytes() -> None:
-    """They take 3 s whatever the prompt: a shorter queue of prefills of .1 s would not make them earlier."""
-    room = Room(MeanOthers())
-    room.lanes.learn_delay(3.0)
-    for _ in range(MIN_EVIDENCE):
-        assert room.hold_ms(0.0) == HOLD_MS, "the first may have been a slow start"
-        beyond(room.lanes, 3.0)
-    assert room.hold_ms(0.0) == pytest.approx(3000.0)
-    room.slots.learn_limit(0.0, 2.0, 0.0, cache=0.0, until=10.0)
-    assert room.hold_ms(5.0) == HOLD_MS, "an engine that says that nothing waits is tested otherwise"
-    for _ in range(100):
-        beyond(room.lanes, 0.0)
-    assert room.hold_ms(11.0) == HOLD_MS, "the others do not take so long"
-
-
-@pytest.mark.parametrize("by", ["first byte", "response"])
-def test_without_reports_it_is_tested_only_while_much_is_held(by: str) -> None:
-    room = Room(MeanOthers())
-    assert not room.may_start(1, EXPLORE_MS + 1.0, 0.0, non_streaming=False), "nothing came yet"
-    if by == "first byte":
-        room.lanes.learn_delay(0.0)
-    else:
-        room.slots.finished(1.0)
-    assert not room.may_start(1, EXPLORE_MS, 0.0, non_streaming=False)
-    assert room.may_start(1, EXPLORE_MS + 1.0, 0.0, non_streaming=False)
+        slots.started(0.3 * n)
+        slots.first_byte_late(63.0 + n % 2, 70.0, 2.0, 0.3 * n)
+        varied.started(0.3 * n)
+        varied.first_byte_late(float(max(1, round(rng.gauss(24.0, 5.0)))), 70.0, 2.0, 0.3 * n)
+    assert slots.limit == pytest.approx(64.0, abs=3.0)
+    assert slots.is_full(slots.limit + 10.0, 12.0)
+    assert not varied.is_full(varied.limit + 100.0, 12.0)
+    assert varied.wait_ms(varied.limit + 10.0, 12.0) > 0.0, "prices know"
+    slots.first_byte_in_time(0.0, 13.0)
+    assert slots.is_full(slots.limit + 10.0, 13.0), "one in time changes nothing"
 
 
 def test_slots_that_the_engine_says_bound_the_limit_from_the_first_request() -> None:

@@ -10,7 +10,6 @@ from dataclasses import fields
 import pytest
 
 from lbproxy.core.caches.adapters import LoadTimes
-from lbproxy.core.capacity.lanes import MIN_REPORTS
 from lbproxy.core.engines.load_metrics import LoadMetrics, LoraMetrics
 from lbproxy.core.knowledge.load_model import LoadModel
 from lbproxy.core.knowledge.placement import FREED_S, Placement, freed_per_ms
@@ -712,42 +711,25 @@ def test_at_the_end_of_a_long_step_streams_whose_tokens_follow_do_not_stall() ->
     assert load.work.stalled() == 2
 
 
-@pytest.mark.parametrize(
-    ("running", "waited_s", "lanes"), [(12, 0.5, 6.0), (9, 0.5, 1.0), (9, 0.1, 6.0), (None, 0.5, 6.0)]
-)
-def test_a_queue_reported_before_the_engine_counted_a_request_shows_no_parallel_prefills(
-    running: int | None, waited_s: float, lanes: float
-) -> None:
-    """vLLM counts a request, as running or waiting, when its next step begins. Prefills that share a step are not
-    parallel; with 5 reports the room of an endpoint grew until it had a hundred requests in its queue. But SGLang
-    counts what is in prefill nowhere: then first bytes that waited less than predicted decide."""
+def test_what_streams_runs_whatever_the_gauges_call_it() -> None:
+    """An engine that reports all in flight as waiting, and none as running, seemed full: 73 % were refused."""
     load, streams = with_streams(9)
-    load.room.lanes.learn_delay(0.0)
-    load.room.lanes.learn_wait(0.3, 0.1, 2)
-    load.room.lanes.learn_wait(0.3, 0.1, 2)
-    load.room.lanes.learn_wait(0.5, waited_s, 2)
-    for n in range(3):
-        load.place(prompt(5000 + n), 31.0)
-    assert load.work.in_flight == len(streams) + 3
-    for n in range(MIN_REPORTS):
-        metrics = LoadMetrics(scraped_at=31.0 + n / 1000, waiting=0, running=running, kv_utilization=0.2)
-        load.queue_reported(metrics, 40.0)
-    assert load.room.lanes.lanes == lanes
-    load.queue_reported(LoadMetrics(scraped_at=31.1, waiting=0, running=running, kv_utilization=0.2), 40.0)
-    assert load.room.lanes.lanes == lanes, "as many reports again before it grows again"
+    load.queue_reported(LoadMetrics(scraped_at=30.1, waiting=9, running=0, kv_utilization=0.2), 40.0)
+    assert load.room.slots.limit == math.inf
+    assert load.room.slots.is_idle(30.1)
+    load.queue_reported(LoadMetrics(scraped_at=30.2, waiting=12, running=0, kv_utilization=0.2), 40.0)
+    assert load.room.slots.limit == len(streams), "the other three do wait"
 
 
-def test_what_is_on_its_way_to_a_distant_engine_is_no_queue() -> None:
-    """Seen with a network of a second each way: held back for prefills, first tokens took 4.3 s instead of 2.4."""
-    load, _ = with_streams(9)
-    for _ in range(16):
-        load.room.lanes.learn_delay(2.0)
-    for n in range(3):
-        load.place(prompt(5000 + n), 31.0)
-    for n in range(MIN_REPORTS):
-        metrics = LoadMetrics(scraped_at=31.0 + n / 1000, waiting=0, running=9, kv_utilization=0.2)
-        load.queue_reported(metrics, 40.0)
-    assert load.room.lanes.lanes == 6.0
+def test_unknown_load_is_not_idle() -> None:
+    """A page without a queue pulled the mean down by which others without reports are priced."""
+    pool = PoolModel(1024)
+    known, unknown = LoadModel(pool), LoadModel(pool)
+    for n in range(40):
+        page = LoadMetrics(scraped_at=float(n), waiting=4, running=8)
+        known.scraped(page, others=12.0, queued=4.0, fresh_until=n + 5.0)
+        unknown.scraped(LoadMetrics(scraped_at=float(n)), others=None, queued=0.0, fresh_until=n + 5.0)
+    assert unknown.room.others.requests(40.0) == pytest.approx(12.0, abs=0.5)
 
 
 def test_reports_of_the_engine_count_more_than_stalls() -> None:
@@ -810,10 +792,10 @@ def test_a_queue_of_ours_alone_is_no_queue_of_others() -> None:
 def test_requests_that_a_full_engine_returned_to_its_queue_are_not_those_of_others() -> None:
     """A load report only has the queue; ours that had begun are in it."""
     load, _ = with_streams(40)
-    for at in (29.0, 30.0):
+    for at in (30.8, 30.9):
         full = LoadMetrics(scraped_at=at, waiting=20, running=20, kv_utilization=0.99)
         load.scraped(full, others=0.0, queued=0.0, fresh_until=100.0)
-    assert load.full_by(30.0, overloaded=False) == "space"
+    assert load.full_by(31.0, overloaded=False) == "space"
     report(load, others=20.0, queued=20.0)
     assert load.room.others.queued(30.0) == 20.0
     assert load.full_by(30.0, overloaded=False) == "space"

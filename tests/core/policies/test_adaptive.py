@@ -18,7 +18,7 @@ from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.knowledge.load_model import LoadModel
 from lbproxy.core.knowledge.placement import freed_per_ms
 from lbproxy.core.knowledge.pool_model import PoolModel
-from lbproxy.core.policies.adaptive import CROWDED, DECODE, STALL, STEPS, Adaptive
+from lbproxy.core.policies.adaptive import CROWDED, DECODE, DEMAND, STALL, STEPS, Adaptive
 from lbproxy.core.policies.policy import Context, Prices
 from lbproxy.core.requests.request import InferenceRequest
 
@@ -221,32 +221,47 @@ def test_the_price_of_a_random_state_is_the_formula() -> None:
     now, request = 0.03, prompt(2000, [1, 2, 3, 4, 5, 6, 7])
     mean = sum(state.load.work.in_flight for state in states) / len(states)
     block = 1024 / pool.bytes_per_token
-    prices = price(request, states, now=now)
+    prices, demanded = price(request, states, now=now), pool.index.demanded(request.block_keys, DEMAND * mean) * block
     for state, cost in zip(states, prices.costs, strict=True):
         e, output, d = state.load, pool.output_tokens, state.load.work.in_flight
         matched = pool.index.match(request.block_keys)[e.kv.member_id] * block
         rate = pool.token_ms * e.speed.factor
         prefill = max(1.0, 2000 - matched) * rate
+        spaced = max(0.0, max(1.0, 2000 - matched) - max(0.0, demanded - matched))
         backlog = e.work.pending_tokens - min(
             max(0.0, 1000 * (now - e.work.prefill_since) - STEPS * e.speed.mean_gap_ms) / rate, e.work.head_tokens
         )
+        lanes = e.room.lanes.lanes
+        wait = 0.0 if lanes > 1.0 and len(e.work.pending) < lanes else backlog * rate / lanes
         fill = (e.kv.cache.size * block + e.work.live_tokens) / e.kv.known_tokens
         context = e.work.context_tokens
         g = e.work.live_tokens / max(1, d)
         over = e.kv.cache.pinned * block + d * max(g, output - g) + 7 * block - matched + output - e.kv.capacity_tokens
         space = 0.0
         if over > 0:
-            space = min(
-                60_000, over / max(freed_per_ms(e.work.freed, now), 0.2 * d / max(5.0, e.speed.mean_gap_ms), 0.05)
-            )
+            decodes = 0.2 * e.work.streams / max(5.0, e.speed.mean_gap_ms)
+            space = min(60_000, over / max(freed_per_ms(e.work.freed, now), decodes, 0.05))
         expected = (
-            ((e.speed.base_ms if e.speed.base_until > now else pool.base_ms) + backlog * rate + prefill)
+            ((e.speed.base_ms if e.speed.base_until > now else pool.base_ms) + wait + prefill)
             + STALL * d * prefill
             + DECODE * output * (e.speed.gap_ms + e.speed.gap_per_token_ms * (context + 2000 + d * 2000))
-            + 20 * pool.hit_ratio * fill * prefill * (1 + CROWDED * mean)
+            + 20 * pool.hit_ratio * fill * spaced * rate * (1 + CROWDED * mean)
             + space
         )
         assert cost == pytest.approx(expected)
+
+
+def test_a_prompt_that_many_want_at_once_is_not_kept_at_its_home() -> None:
+    """A burst of one prompt went 40, 0, 0, 0: its own hits made another copy dear."""
+    pool, states = pool_of(4)
+    pool.hit_ratio = 0.9
+    placed = [0] * len(states)
+    for n in range(40):
+        costs = price(prompt(6000, list(range(20))), states, now=0.001 * n).costs
+        best = costs.index(min(costs))
+        states[best].load.place(prompt(6000, list(range(20))), 0.001 * n)
+        placed[best] += 1
+    assert min(placed) >= 5
 
 
 def test_only_requests_for_adapters_pay_for_them() -> None:

@@ -14,6 +14,7 @@ from lbproxy.core.balancer import Balancer
 from lbproxy.core.caches.cache_report import RESTARTED
 from lbproxy.core.capacity.room import HOLD_MS
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
+from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.policies.policy import Prices
 from lbproxy.core.queue.dispatcher import MAX_ALL_MOVES, MAX_MOVES, MAX_PRICED, MIN_PRICED, PRICE_AGAIN_S
@@ -66,6 +67,11 @@ def fill(balancer: Balancer, count: int, tokens: int = 3000, now: float = 0.0) -
     return tickets
 
 
+def serial(state: EndpointState, now: float) -> None:
+    """It was seen to compute one prefill after the other."""
+    state.load.room.lanes.queue_reported(1.0, 1, now)
+
+
 def test_an_unsaturated_pool_places_at_once() -> None:
     balancer, _ = adaptive(4)
     tickets = [balancer.submit(ask(), now=0.0) for _ in range(8)]
@@ -108,6 +114,7 @@ def test_a_newcomer_goes_at_once_where_nobody_waits() -> None:
     elsewhere = frozenset(endpoint.uid for endpoint in endpoints) - {home.placed_state.endpoint.uid}
     busy = balancer.submit(ask(3000), now=0.6, avoid=elsewhere)
     assert busy.placed_state is home.placed_state
+    serial(home.placed_state, 0.6)
     held = [balancer.submit(ask(102_400, keys=keys), now=0.6) for _ in range(6)]
     assert states(held) == "w" * 6
     others = [balancer.submit(ask(10, name=str(n)), now=0.6) for n in range(50)]
@@ -142,6 +149,8 @@ def test_held_requests_do_not_all_wait_for_the_same_endpoint() -> None:
     """A plan in which each sees only what is real would send them all where the queue is shortest."""
     balancer, _ = adaptive(2)
     one, two = fill(balancer, 2, tokens=10_000)
+    serial(one.placed_state, 0.0)
+    serial(two.placed_state, 0.0)
     waiting = [balancer.submit(ask(2800), now=0.0) for _ in range(4)]
     balancer.first_byte(one, now=0.1)
     balancer.first_byte(two, now=0.1)

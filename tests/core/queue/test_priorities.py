@@ -59,6 +59,12 @@ def with_a_cached_prompt() -> tuple[Balancer, list[Endpoint], Ticket, tuple[int,
     return balancer, endpoints, prefill, keys
 
 
+def serial(*tickets: Ticket) -> None:
+    """Their endpoints were seen to compute one prefill after the other."""
+    for ticket in tickets:
+        ticket.placed_state.load.room.lanes.queue_reported(1.0, 1, 2.0)
+
+
 def fill(balancer: Balancer, endpoints: list[Endpoint], tokens: int = 3000) -> Ticket:
     """More than a quarter of a second of prefill for the second endpoint."""
     balancer.drain(endpoints[0].uid)
@@ -114,6 +120,7 @@ def test_one_of_many_that_may_move_gets_its_turn() -> None:
     """Six of a priority are priced at a time. The others follow 50 ms later, although lower ones wait all the time."""
     balancer, endpoints, prefill, keys = with_a_cached_prompt()
     prefill_there = fill(balancer, endpoints, 20_000)
+    serial(prefill, prefill_there)
     cached = [balancer.submit(ask(10_000, 1, keys), now=2.0) for _ in range(8)]
     odd = balancer.submit(ask(400, 1), now=2.0)
     low = balancer.submit(ask(10_000, -1, keys), now=2.0)
@@ -129,8 +136,9 @@ def test_one_of_many_that_may_move_gets_its_turn() -> None:
 
 
 def test_it_still_waits_where_its_own_first_token_comes_sooner() -> None:
-    balancer, endpoints, _, keys = with_a_cached_prompt()
+    balancer, endpoints, cached, keys = with_a_cached_prompt()
     prefill = fill(balancer, endpoints, 8000)
+    serial(prefill, cached)
     high, low = balancer.submit(ask(10_000, 1, keys), now=2.0), balancer.submit(ask(2), now=2.0)
     balancer.first_byte(prefill, now=2.1)
     balancer.poll(now=2.1)
