@@ -54,6 +54,7 @@ class Lanes:
         "_busy_s",
         "_count",
         "_done_s",
+        "_off_s",
         "_pending",
         "_waits",
         "_waits_until",
@@ -76,6 +77,8 @@ class Lanes:
         self._waits = Regression(WAITS)
         """Of the last prefills: their work in seconds, the time in which any was pending, how many were, how
         many prefills they are, and until when that time is counted."""
+        self._off_s = 0.0
+        """By how much first bytes were off their prediction, on average."""
         self._waits_until = -inf
 
     def save(self) -> dict[str, float]:
@@ -109,10 +112,13 @@ class Lanes:
         is_more = self._count > MEMORY / 2.0 and 0.0 < CLEARLY * self._busy_s < self._done_s
         self.lanes = self._done_s / self._busy_s if is_more else 1.0
 
-    def waited(self, predicted_s: float, waited_s: float, now: float) -> None:
+    def waited(self, predicted_s: float, waited_s: float, now: float, *, slots_free: bool) -> None:
         """Note that a first byte came `waited_s` later than it does alone, where `predicted_s` are the time for the
-        prefills before it, one after the other. To be called after `prefilled`.
+        prefills before it, one after the other. `slots_free`: it hardly waited for a slot. To be called after
+        `prefilled`.
         """
+        if slots_free:
+            self._off_s += (abs(waited_s - predicted_s) - self._off_s) / MEMORY
         line = self._waits
         line.learn(predicted_s, waited_s)
         if line.xx <= MIN_SPREAD_S * MIN_SPREAD_S:
@@ -129,10 +135,13 @@ class Lanes:
             self._waits_until = at + AGAIN_S
             self.lanes = max(1.0, min(self.lanes, pending - waiting))
 
-    def late_after_s(self, predicted_s: float) -> float:
-        """After how many seconds a first byte is late that is predicted in `predicted_s`."""
+    def late_after_s(self, predicted_s: float, *, reported: bool) -> float:
+        """After how many seconds a first byte is late that is predicted in `predicted_s`. `reported`: the engine
+        reports its queue; else all first bytes show how much they vary.
+        """
+        spread_s = self.spread_s if reported else max(self.spread_s, self._off_s)
         margin_s = max(LATE_S, predicted_s)  # max() of three is a call of Python's, 2,000 instructions
-        return predicted_s + self.delay_s + max(margin_s, 4.0 * self.spread_s)
+        return predicted_s + self.delay_s + max(margin_s, 4.0 * spread_s)
 
     def learn_delay(self, beyond_s: float) -> None:
         """Learn from a first byte that arrived `beyond_s` after its prediction, when no request of ours was

@@ -183,7 +183,8 @@ class LoadModel:
         if not request.stream:
             placement.due_at = now + placement.predicted_s
         elif lanes.delay_known:
-            placement.late_at = now + lanes.late_after_s(placement.predicted_s)
+            reported = now <= self.room.slots.reported_until
+            placement.late_at = now + lanes.late_after_s(placement.predicted_s, reported=reported)
         work.place(placement, now)
         if pool.adapters and request.model is not None and request.model in pool.adapters:
             placement.adapter = request.model
@@ -321,7 +322,8 @@ class LoadModel:
         waited_s, pending = took_s - alone_s - lanes.delay_s, max(1, len(self.work.pending))
         lanes.prefilled(own_s, pending, now)
         if placement.request.stream:
-            lanes.waited(placement.serial_wait_s, waited_s, now)
+            slots_free = placement.in_flight < FREE_SHARE * self.room.slots.limit
+            lanes.waited(placement.serial_wait_s, waited_s, now, slots_free=slots_free)
 
     def _learn_space(self, now: float) -> None:
         """Learn from a first byte that is late, if streams stall meanwhile."""

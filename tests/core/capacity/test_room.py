@@ -189,12 +189,14 @@ def test_a_first_byte_is_late_beyond_what_is_usual() -> None:
     assert not lanes.delay_known
     for _ in range(50):
         lanes.learn_delay(3.0)
-    assert lanes.late_after_s(0.1) == pytest.approx(0.1 + 3.0 + LATE_S, abs=0.01), "an engine that always takes 3 s"
-    steady = lanes.late_after_s(0.1)
+    assert lanes.late_after_s(0.1, reported=True) == pytest.approx(0.1 + 3.0 + LATE_S, abs=0.01), (
+        "an engine that always takes 3 s"
+    )
+    steady = lanes.late_after_s(0.1, reported=True)
     for n in range(200):
         lanes.learn_delay(2.5 if n % 2 else 3.5)
-    assert lanes.late_after_s(0.1) > steady + 1.0, "and one that varies gets longer"
-    assert lanes.late_after_s(5.0) > 10.0, "a long prefill may take twice as long as predicted"
+    assert lanes.late_after_s(0.1, reported=True) > steady + 1.0, "and one that varies gets longer"
+    assert lanes.late_after_s(5.0, reported=True) > 10.0, "a long prefill may take twice as long as predicted"
 
 
 def test_more_work_done_than_one_prefill_at_a_time_can_do_shows_several() -> None:
@@ -218,7 +220,7 @@ def test_more_work_done_than_one_prefill_at_a_time_can_do_shows_several() -> Non
 def first_byte(lanes: Lanes, before: int, engine: int, now: float = 0.0, noise_s: float = 0.0) -> None:
     """One behind `before` prefills of .5 s, of an engine that computes so many in parallel."""
     lanes.prefilled(0.5, before + 1, now)
-    lanes.waited(0.5 * before, (0.5 * before / engine if before >= engine else 0.0) + noise_s, now)
+    lanes.waited(0.5 * before, (0.5 * before / engine if before >= engine else 0.0) + noise_s, now, slots_free=True)
 
 
 def test_a_prediction_counts_until_it_is_certainly_wrong() -> None:
@@ -226,11 +228,25 @@ def test_a_prediction_counts_until_it_is_certainly_wrong() -> None:
     for n in range(100):
         first_byte(serial, n % 4, 1, noise_s=rng.uniform(-0.3, 0.3))
         assert serial.lanes == 1.0
-        lanes.waited(0.01 * (n % 4), 0.0, 0.0)
+        lanes.waited(0.01 * (n % 4), 0.0, 0.0, slots_free=True)
     assert lanes.lanes == 1.0, "short prefills that share a step do not wait either"
     for n in range(100):
-        lanes.waited(0.5 * (n % 8), rng.uniform(-2.0, 2.0), 0.0)
+        lanes.waited(0.5 * (n % 8), rng.uniform(-2.0, 2.0), 0.0, slots_free=True)
     assert lanes.lanes > 8.0, "first bytes vary, whatever is before them"
+
+
+def test_without_reports_a_first_byte_is_late_by_what_all_of_them_show() -> None:
+    """Those with requests before them, too: behind some engines there are always some."""
+    lanes = Lanes()
+    lanes.learn_delay(0.1)
+    usual_s = lanes.late_after_s(0.1, reported=False)
+    for n in range(40):
+        lanes.waited(0.1, 4.0 * (n % 2), 0.0, slots_free=False)
+    assert lanes.late_after_s(0.1, reported=False) == usual_s, "they may have waited for slots"
+    for n in range(40):
+        lanes.waited(0.1, 4.0 * (n % 2), 0.0, slots_free=True)
+    assert lanes.late_after_s(0.1, reported=False) > usual_s + 3.0
+    assert lanes.late_after_s(0.1, reported=True) == usual_s
 
 
 @pytest.mark.parametrize("engine", [4, 16])
