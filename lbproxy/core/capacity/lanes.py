@@ -109,7 +109,7 @@ class Lanes:
         self._count = rest * self._count + 1.0
         self._pending += (pending - self._pending) / 4.0
         self._at = now
-        is_more = self._count > MEMORY / 2.0 and 0.0 < CLEARLY * self._busy_s < self._done_s
+        is_more = self._count > MEMORY / 4.0 and 0.0 < CLEARLY * self._busy_s < self._done_s
         self.lanes = self._done_s / self._busy_s if is_more else 1.0
 
     def waited(self, predicted_s: float, waited_s: float, now: float, *, slots_free: bool) -> None:

@@ -140,8 +140,8 @@ def test_a_browsers_key_counts_and_goes_no_further() -> None:
     [
         "",
         "Sec-WebSocket-Protocol: openai-insecure-api-key.wrong\r\n",
-        "Sec-WebSocket-Protocol: openai-insecure-api-key.secret\r\nAuthorization: Bearer secret\r\n",
-        "Sec-WebSocket-Protocol: openai-insecure-api-key.secret, openai-insecure-api-key.secret\r\n",
+        "Sec-WebSocket-Protocol: openai-insecure-api-key.secret\r\nAuthorization: Bearer wrong\r\n",
+        "Sec-WebSocket-Protocol: openai-insecure-api-key.secret, openai-insecure-api-key.wrong\r\n",
     ],
 )
 def test_without_one_good_key_there_is_no_websocket(more: str) -> None:
