@@ -74,9 +74,10 @@ class Lanes:
         self.delay_known = False
         """The delay was measured. Before that no first byte is late."""
         self._done_s = self._busy_s = self._pending = self._count = self._at = 0.0
-        self._waits = Regression(WAITS)
         """Of the last prefills: their work in seconds, the time in which any was pending, how many were, how
         many prefills they are, and until when that time is counted."""
+        self._waits = Regression(WAITS)
+        """Seconds that first bytes waited, over those for the prefills before them."""
         self._off_s = 0.0
         """By how much first bytes were off their prediction, on average."""
         self._waits_until = -inf
