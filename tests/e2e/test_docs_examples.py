@@ -84,7 +84,6 @@ PICTURES = {
     ("replicas.md", "clients ─▶"),
     ("disaggregation.md", "1 prompt, one token"),
     ("disaggregation.md", "whole, on a decode server:"),
-    ("failures.md", "stateDiagram-v2\n    direction LR"),  # tests/proxy/exchange/test_patience.py
     ("admin.md", "lbproxy 0.2.0"),  # what `lbproxy status` drew: tests/test_terminal.py
 }
 COMMAND = re.compile(r"^(?:\$ )?(?:[A-Z_]+=\S+ )*(?:\S*/)?(make|lbproxy|python|pip) ", re.MULTILINE)

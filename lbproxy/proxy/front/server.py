@@ -71,7 +71,7 @@ class FrontEnd(web.Server):
         rng: random.Random,
         overload: Overload | None = None,
     ) -> None:
-        # The defaults of aiohttp that are wrong for a proxy are replaced here (docs/failures.md has the list).
+        # The defaults of aiohttp that are wrong for a proxy are replaced here.
         super().__init__(
             self._handle,
             handler_cancellation=True,
