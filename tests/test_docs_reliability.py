@@ -51,10 +51,9 @@ def test_the_tables_say_what_was_missed(monkeypatch: pytest.MonkeyPatch) -> None
     assert json.loads(json.dumps(line)) == line
 
 
-def test_http_case_by_case_is_in_tables() -> None:
+def test_http_case_by_case_is_in_a_table() -> None:
     scores = conformance.scores(["lbproxy", *PEERS])
     expect_generated(PAGE, "http", conformance.by_group(scores))
-    expect_generated(PAGE, "http failures", conformance.failures(scores))
     assert scores[0]["name"] == "lbproxy"
     assert scores[0]["failed"] == {}
 
@@ -64,8 +63,11 @@ def test_fuzzers_and_what_they_may_find_are_in_tables() -> None:
     for name, fuzzer in FUZZERS.items():
         kept = json.loads((RESULTS / f"{name}.json").read_text())
         against = (fuzzer.__doc__ or "").partition("\n\n")[0].replace("\n", " ").partition(": ")[2]
-        rows.append([name, against, f"{kept['runs']:,}", str(kept["crashes"]), str(kept["differ"])])
+        rows.append([name, against, f"{kept['runs']:,}"])
         assert (kept["crashes"], kept["differ"]) == (0, 0)
-    expect_generated(DOCS / "testing.md", "fuzz", table(["fuzzer", "what", "inputs", "crashes", "differ"], rows))
-    rules = [[rule.fuzzer, rule.name, "laxer" if rule.laxer else "stricter", rule.why] for rule in RULES]
-    expect_generated(DOCS / "testing.md", "strictness", table(["fuzzer", "input", "lbproxy is", "why"], rules))
+    expect_generated(DOCS / "testing.md", "fuzz", table(["fuzzer", "what", "inputs"], rows))
+    by_fuzzer: dict[str, tuple[list[str], list[str]]] = {}
+    for rule in RULES:
+        by_fuzzer.setdefault(rule.fuzzer, ([], []))[rule.laxer].append(rule.name)
+    rows = [[name, "; ".join(stricter), "; ".join(laxer) or "-"] for name, (stricter, laxer) in by_fuzzer.items()]
+    expect_generated(DOCS / "testing.md", "strictness", table(["fuzzer", "stricter", "laxer"], rows))

@@ -64,7 +64,9 @@ def written(value: float | str) -> str:
 
 
 def figures(line: Line) -> str:
-    shown = [f"{name} {written(value)}" for name, value in line["figures"].items() if not name.startswith(HIDDEN)]
+    """Those that are not 0, as what may not happen is."""
+    of = line["figures"].items()
+    shown = [f"{name} {written(value)}" for name, value in of if value != 0 and not name.startswith(HIDDEN)]
     missed = f" · **missed: {'; '.join(line['missed'])}**" if line["missed"] else ""
     return " · ".join(shown) + missed
 
@@ -90,15 +92,15 @@ SILENT = ("SF",)
 
 
 def verdict(line: Line | None) -> str:
-    """A cell: what a proxy did in a test."""
+    """A cell: what a proxy did in a test, of that which it may not; 0 if nothing."""
     if line is None:
         return "-"
     shown = []
     for names, word in ((FAILED, "failed"), (SILENT, "silent")):
         counts = [line["figures"][name] for name in names if name in line["figures"]]
-        shown += [f"{written(counts[0])} {word}"] if counts else []
+        shown += [f"{written(counts[0])} {word}"] if counts and counts[0] else []
     of = line["figures"].get("requests") or line["figures"].get("answers")
-    text = ", ".join(shown) + (f" of {written(of)}" if of else "")
+    text = (", ".join(shown) or "0") + (f" of {written(of)}" if of else "")
     counted = (*FAILED, *SILENT)
     rest = [one.partition(", must")[0] for one in line["missed"] if one.partition(" is ")[0] not in counted]
     return f"{text}; {', '.join(rest)}".replace("is 1e+09", "never") if rest else text
@@ -108,7 +110,5 @@ def peers_table(names: list[str]) -> str:
     """lbproxy beside others: requests that failed needlessly, and answers that looked whole and were not."""
     own, others = lines("lbproxy"), [lines(name) for name in names]
     tests = [test for test in own if any(test in other for other in others)]
-    rows = [
-        [test, own[test]["what"], verdict(own[test]), *(verdict(one.get(test)) for one in others)] for test in tests
-    ]
-    return table(["test", "what happens", "lbproxy", *names], rows)
+    rows = [[test, verdict(own[test]), *(verdict(one.get(test)) for one in others)] for test in tests]
+    return table(["test", "lbproxy", *names], rows)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TypedDict
 
@@ -29,24 +30,12 @@ def scores(names: list[str]) -> list[Score]:
 
 
 def by_group(every: list[Score]) -> str:
-    """A row for each group, a column for each gateway."""
-    groups = list(every[0]["groups"])
-    rows = [[group, *(f"{one['groups'][group][0]} of {one['groups'][group][1]}" for one in every)] for group in groups]
-    sums = [[sum(n) for n in zip(*one["groups"].values(), strict=True)] for one in every]
-    rows.append(["all", *(f"{passed} of {of}" for passed, of in sums)])
+    """What each gateway fails, of how many of its cases: a row for each group, a column for each gateway."""
+    rows = [[group, *(_failed([one["groups"][group]]) for one in every)] for group in every[0]["groups"]]
+    rows.append(["all", *(_failed(one["groups"].values()) for one in every)])
     return table(["cases", *(one["name"] for one in every)], rows)
 
 
-def kind(why: str) -> str:
-    """A failure in a few words."""
-    why = why.partition(": ")[2]
-    for text in ("not refused", "not served", "hangs", "sent a 100", "neither", "does not recover", "changed", "whole"):
-        if why.startswith(text):
-            return "taken for whole" if text == "whole" else text
-    return "the endpoint got another body" if "another body" in why else why.partition(":")[0]
-
-
-def failures(every: list[Score]) -> str:
-    """What each of the others fails."""
-    rows = [[one["name"], case, kind(why)] for one in every for case, why in one["failed"].items()]
-    return table(["gateway", "case", "what it does"], rows)
+def _failed(groups: Iterable[tuple[int, int]]) -> str:
+    passed, of = (sum(counts) for counts in zip(*groups, strict=True))
+    return f"{of - passed}/{of}"

@@ -36,7 +36,8 @@ class Case:
     names: tuple[str, ...]
     """Of the tests there."""
     promise: str
-    here: str
+    differs: str
+    """What lbproxy does instead, and why; empty if it does the same."""
 
 
 ROUTER, STACK, SMG = "vllm-project/router", "vllm-project/production-stack", "lightseekorg/smg"
@@ -93,20 +94,26 @@ def restates(source: Source, *names: str, differs: str = "") -> Callable[[Test],
 
     def mark(test: Test) -> Test:
         promise = (test.__doc__ or "").strip().partition("\n\n")[0]
-        CASES.append(Case(source, names, " ".join(promise.split()), f"differs: {differs}" if differs else "passes"))
+        CASES.append(Case(source, names, " ".join(promise.split()), differs))
         return test
 
     return mark
 
 
-def _rows(cases: list[Case]) -> list[list[str]]:
-    return [[str(one.source), ", ".join(f"`{name}`" for name in one.names), one.promise, one.here] for one in cases]
-
-
 def restated() -> str:
-    """The table of what the tests hold lbproxy to, by source."""
-    cases = sorted(CASES, key=lambda one: (one.source.repository, one.source.path, one.names, one.promise))
-    return table(["source", "tests there", "what they promise", "lbproxy"], _rows(cases))
+    """The table of how many of their tests lbproxy is held to, by router."""
+    rows = []
+    for repository in sorted({one.source.repository for one in CASES}):
+        cases = [one for one in CASES if one.source.repository == repository]
+        names, other = (sum(len(one.names) for one in cases if bool(one.differs) == so) for so in (False, True))
+        not_here = sum(len(one) for source, one, _ in NOT_HERE if source.repository == repository)
+        rows.append([repository, *map(str, (names, other, not_here))])
+    return table(["router", "passes", "differs", "does not apply"], rows)
+
+
+def differing() -> str:
+    """The table of what lbproxy does otherwise, on purpose."""
+    return table(["they promise", "lbproxy"], sorted([one.promise, one.differs] for one in CASES if one.differs))
 
 
 NOT_HERE: tuple[tuple[Source, tuple[str, ...], str], ...] = (
@@ -175,9 +182,3 @@ NOT_HERE: tuple[tuple[Source, tuple[str, ...], str], ...] = (
     (VALIDATION, ("test_transcription_rejects_non_numeric_temperature",), "fields are the model server's to check"),
 )
 """What does not apply, and why."""
-
-
-def not_here() -> str:
-    """The table of those."""
-    rows = [[str(source), ", ".join(f"`{name}`" for name in names), why] for source, names, why in NOT_HERE]
-    return table(["source", "tests there", "does not apply because"], sorted(rows))
