@@ -15,22 +15,6 @@ from tests.support.docs import DOCS, blocks, expect_generated, table
 
 PAGE = DOCS / "engines.md"
 FIXTURES = Path(__file__).parent / "fixtures" / "metrics"
-SHOWN = {
-    "vllm-0.32.0-load-lora-t0": "vLLM 0.32, under load",
-    "vllm-0.32.0-dp2-load": "vLLM 0.32, two data-parallel ranks",
-    "vllm-0.32.0-dp2-idle": "the same before its first request",
-    "documented/vllm-0.8.5": "vLLM 0.8.5",
-    "documented/vllm-dp2-hybrid": "vLLM, two ranks of a hybrid model",
-    "sglang-0.5.23-load": "SGLang 0.5.23",
-    "documented/sglang-hybrid": "SGLang, a hybrid model",
-    "documented/sglang-dp2-pp2-tp4": "SGLang, all schedulers of dp 2, pp 2, tp 4",
-    "documented/sglang-0.5.10": "SGLang 0.5.10, with priorities",
-    "documented/trtllm-serve": "trtllm-serve",
-    "documented/trtllm-serve-1.1-without-gauges": "trtllm-serve without statistics",
-    "documented/triton-tensorrt-llm": "Triton with two models",
-    "documented/lmdeploy-0.18": "LMDeploy 0.18",
-    "llama.cpp-b11434-load": "llama.cpp b11434",
-}
 WALL_TIME = 1795230000.0
 """After all recordings."""
 
@@ -44,7 +28,7 @@ def spec_text(spec: MetricSpec | MetricRatio) -> str:
 
 
 def signal_text(signal: Signal) -> str:
-    return ", else ".join(map(spec_text, signal)) or "-"
+    return ", else ".join(map(spec_text, signal))
 
 
 def optional(engine: EngineTable) -> list[tuple[str, Signal]]:
@@ -59,7 +43,7 @@ def test_names() -> None:
     for name, engine in ENGINES.items():
         port = "" if engine.location.port is None else f"port {engine.location.port}, "
         rows.append([f"`{name}`", "page", f"{port}`{engine.location.path}`"])
-        rows += [["", f"`{signal}`", signal_text(specs)] for signal, specs in engine.signals().items()]
+        rows += [["", f"`{signal}`", signal_text(specs)] for signal, specs in engine.signals().items() if specs]
         rows += [["", shown, signal_text(specs)] for shown, specs in optional(engine) if specs]
     expect_generated(PAGE, "names", table(["engine", "signal", "where"], rows))
 
@@ -75,28 +59,12 @@ def reading_of(page: bytes, engine: str, engines: Engines) -> Reading:
     return PageReader(engines.tables[engine], keep_s=0.0).read(page, scraped_at=0.0, wall_time=WALL_TIME)
 
 
-def test_pages() -> None:
-    engines = Engines()
-    rows = []
-    for name, shown in SHOWN.items():
-        page = (FIXTURES / f"{name}.prom").read_bytes()
-        engine = engines.detect(page)
-        assert engine is not None
-        reading = reading_of(page, engine, engines)
-        metrics = reading.metrics
-        busy = sorted(metrics.lora.running | metrics.lora.waiting) if metrics and metrics.lora else []
-        source = "documented" if name.startswith("documented/") else "recorded"
-        values = [value_text(reading, signal) for signal in (*SIGNALS, "kv_tokens")]
-        rows.append([shown, source, f"`{engine}`", *values, ", ".join(busy) or "-"])
-    heads = ["page", "source", "detected as", *(f"`{signal}`" for signal in SIGNALS), "tokens", "adapters in use"]
-    expect_generated(PAGE, "pages", table(heads, rows))
-
-
-@pytest.mark.parametrize("name", SHOWN)
-def test_sources_are_what_the_page_calls_them(name: str) -> None:
-    source = (FIXTURES / f"{name}.prom").read_text().partition("\n# HELP")[0]
-    assert ("not from a running server" in " ".join(source.split("\n# "))) is name.startswith("documented/")
-    assert ("recorded" in source) is not name.startswith("documented/") or "as llama.cpp-b11434-idle" in source
+@pytest.mark.parametrize("file", sorted(FIXTURES.rglob("*.prom")), ids=lambda file: file.stem)
+def test_sources_are_what_their_folder_calls_them(file: Path) -> None:
+    source = file.read_text().partition("\n# HELP")[0]
+    documented = file.parent.name == "documented"
+    assert ("not from a running server" in " ".join(source.split("\n# "))) is documented
+    assert ("recorded" in source) is not documented or "as llama.cpp-b11434-idle" in source
 
 
 def test_the_own_engine_of_the_example_reads_the_page_of_the_example() -> None:

@@ -149,6 +149,7 @@ FIRST, SECOND = 1.79522408092e09, 1.79522494123e09
         ("vllm-0.32.0-load-lora-t3", load(0.0, 2.0, 0.18181818181818177, 32, 100, lora=lora("c"), started_at=FIRST)),
         ("vllm-0.32.0-busy-2-running-rejecting", load(0.0, 2.0, 0.5641025641025641, 32, 40, started_at=SECOND)),
         ("documented/vllm-0.8.5", load(3.0, 4.0, 0.25, 16, 27000)),
+        ("documented/vllm-dp2-hybrid", load(2.0, 4.0, 0.375, 4, 9000)),
     ],
 )
 def test_vllm(name: str, expected: LoadMetrics) -> None:
