@@ -2,8 +2,7 @@
 """What flows, priorities and deadlines change on a simulated fleet, in virtual time: `python -m benchmarks.fairness`.
 
 Each experiment is a scenario as `lbproxy sim` reads it, in variants that differ in one setting; equal seeds are equal
-arrivals in each. Writes `results/fairness.json`, `results/fairness.svg` and the tables of `FAIRNESS.md`, but for those
-of `benchmarks.fairness_http`. On two cores about two minutes.
+arrivals in each. Writes `FAIRNESS.md`, but for the part of `benchmarks.fairness_http`. On two cores about two minutes.
 """
 
 from __future__ import annotations
@@ -13,11 +12,9 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-
-import orjson
 
 from lbproxy import __version__
 from lbproxy.config.scenario import Scenario
@@ -256,23 +253,6 @@ def page(results: Mapping[str, Sequence[Figures]], seeds: int) -> str:
     return "\n".join(parts)
 
 
-def plot(results: Mapping[str, Sequence[Figures]], path: Path) -> None:
-    """The light flows' p99 with and without flows."""
-    from matplotlib import pyplot  # noqa: PLC0415 - an extra
-
-    figure, axes = pyplot.subplots(figsize=(7, 3.2))
-    names = [f"{kind}, {order}" for kind in HEAVY for order in ("fcfs", "shortest")]
-    for offset, how in ((-0.2, "one flow"), (0.2, "flows")):
-        values = [fmean(run.flows["light"]["ttft_p99"] for run in results[f"{name}, {how}"]) for name in names]
-        axes.bar([n + offset for n in range(len(names))], values, 0.38, label=how)
-    axes.set_xticks(range(len(names)), names)
-    axes.set_yscale("log")
-    axes.set_ylabel("light flows' TTFT p99, s")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fairness", description="Flows on a simulated fleet.")
     parser.add_argument("--seeds", type=int, default=5, metavar="N")
@@ -284,13 +264,9 @@ def main() -> int:
         for name, seed, figures in pool.map(run_one, tasks):
             results.setdefault(name, []).append(figures)
             print(f"{name}, seed {seed}", file=sys.stderr, flush=True)
-    data = {"lbproxy": __version__, "experiments": EXPERIMENTS}
-    data["results"] = {name: [asdict(run) for run in runs] for name, runs in results.items()}
-    (HERE / "results" / "fairness.json").write_bytes(orjson.dumps(data, option=orjson.OPT_INDENT_2))
     text = page(results, args.seeds)
     kept = "".join(PAGE.read_text("utf-8").partition(BEGIN)[1:])
     PAGE.write_text(f"{text}\n{kept}" if kept else text, "utf-8")
-    plot(results, HERE / "results" / "fairness.svg")
     print(text)
     return 0
 

@@ -378,7 +378,7 @@ def sides(trials: Sequence[Trial]) -> dict[str, list[Figures]]:
 def dumped(trials: Sequence[Trial], seconds: float) -> bytes:
     """For `RESULTS`."""
     data = {"lbproxy": __version__, "seconds": seconds, "trials": [asdict(one) for one in trials]}
-    return orjson.dumps(data, option=orjson.OPT_INDENT_2)
+    return orjson.dumps(data)
 
 
 def rendered(results: bytes) -> str:

@@ -267,7 +267,7 @@ class Kept:
         data = {"about": {"lbproxy": __version__}, "capacity": self._capacities, "runs": self.runs}
         self._file.parent.mkdir(exist_ok=True)
         fresh = self._file.with_suffix(".new")
-        fresh.write_bytes(orjson.dumps(data, option=orjson.OPT_INDENT_2))
+        fresh.write_bytes(orjson.dumps(data))
         fresh.replace(self._file)
 
 

@@ -4,7 +4,7 @@
 lbproxy as installed before four servers as `lbproxy mock` runs one, in a process each, and clients that send at their
 rate whatever happens. The servers are slower and smaller than the simulation's, so that two cores carry it all: eight
 slots, a KV cache of 4,000 tokens, or prompts of 6,000 tokens. What they can answer is measured first, as there. Prints
-a table, and writes `results/overload-http.json` and the last part of `OVERLOAD.md`; twelve minutes.
+a table, and writes the last part of `OVERLOAD.md`; twelve minutes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import fmean
 
 import aiohttp
@@ -31,7 +30,6 @@ from benchmarks.overhead.process import free_port
 from benchmarks.overload import ENOUGH, GOOD_TTFT_S, PAGE, SMALL_QUEUE, SOCKETS, Conditions
 from lbproxy.sim.figures.report import as_table, percentile
 
-RESULTS = Path(__file__).parent / "results" / "overload-http.json"
 SERVERS = 4
 WARM_UP_S, SECONDS = 20.0, 60.0
 CAPACITY_S = 40.0
@@ -269,9 +267,6 @@ def main() -> None:
     found = uvloop.run(measure(chosen))
     print(table(found))
     if args.cells is None:
-        RESULTS.write_bytes(
-            orjson.dumps({name: asdict(one) for name, one in found.items()}, option=orjson.OPT_INDENT_2)
-        )
         page = PAGE.read_text().partition(SOCKETS)[0]
         told = ABOUT.format(seconds=SECONDS, warm_up=WARM_UP_S)
         PAGE.write_text(f"{page}{SOCKETS}\n{told}\n{table(found)}")

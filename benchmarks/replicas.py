@@ -304,7 +304,7 @@ def save(path: Path, results: Results, found: Found, *, trace: bool) -> None:
         "cost": list(map(asdict, found.cost)),
         "busy": list(map(asdict, found.busy)),
     }
-    path.write_bytes(orjson.dumps(data, option=orjson.OPT_INDENT_2))
+    path.write_bytes(orjson.dumps(data))
 
 
 def main() -> int:

@@ -139,7 +139,7 @@ def results(rows: Sequence[Row], source: Source, *, trace: bool, at_a_time: int)
     late = sum(row["rejected"] is not None for row in rows)
     about = {"lbproxy": __version__, "compiled": is_compiled(), "machine": machine(), "trace": trace}
     about |= {"stores": _versions(), "at_a_time": at_a_time, "late": late}
-    return orjson.dumps({"about": about, "cells": cells}, option=orjson.OPT_INDENT_2)
+    return orjson.dumps({"about": about, "cells": cells})
 
 
 def _virtual(cell: str, seed: int, name: str, source: Source) -> Summary:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import resource
 import sys
 import time
@@ -32,7 +31,6 @@ from itertools import product
 from pathlib import Path
 from statistics import fmean
 
-import orjson
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -43,7 +41,7 @@ from benchmarks.verdicts import mean, page, ratio, shown
 from lbproxy import __version__
 from lbproxy.config.scenario import Scenario
 from lbproxy.core.policies.registry import POLICIES
-from lbproxy.sim.figures.report import Summary, as_json, markdown
+from lbproxy.sim.figures.report import Summary, markdown
 from lbproxy.sim_cli import Comparison, Result, Run, label, run_all, runs_of
 
 HERE = Path(__file__).parent
@@ -340,22 +338,11 @@ def _replays(args: argparse.Namespace) -> str:
 
 
 def write(tables: Sequence[Table], args: argparse.Namespace, *, cpu_s: float) -> None:
-    """Results as JSON and as Markdown."""
-    form = "short" if args.short else "full"
-    stand_ins = [name for name in ("mooncake", "azure") if getattr(args, name) is None]
-    about = {
-        "lbproxy": __version__,
-        "python": platform.python_version(),
-        "form": form,
-        "seeds": max(len(runs) for table in tables for runs in table.runs.values()),
-        "stand-ins for traces": stand_ins,
-    }
-    (HERE / "results").mkdir(exist_ok=True)
-    data = {"about": about, "cells": {table.name: as_json(table.runs) for table in tables}}
-    (HERE / "results" / f"routing-{form}.json").write_bytes(orjson.dumps(data))
+    """ROUTING.md."""
+    seeds = max(len(runs) for table in tables for runs in table.runs.values())
     traces = _replays(args)
     command = f"python -m benchmarks.routing{' --short' if args.short else ''}"
-    title = f"`{command}`, lbproxy {__version__}, {about['seeds']} seeds a cell, {traces};"
+    title = f"`{command}`, lbproxy {__version__}, {seeds} seeds a cell, {traces};"
     title += f" {cpu_s / 60:.0f} minutes of CPU.\n"
     title += "TTFT against the first policy: paired over seeds, 95 % bootstrap interval."
     parts = [f"# Routing, simulated\n\n{title}\n\n## {OURS} against the best baseline of each cell\n\n"]

@@ -134,7 +134,7 @@ class Kept:
         self._runs[key] = {"summary": asdict(found.summary), "steps": dict(found.steps)}
         data = {"about": {"lbproxy": __version__}, "runs": self._runs}
         fresh = self._file.with_suffix(".new")
-        fresh.write_bytes(orjson.dumps(data, option=orjson.OPT_INDENT_2))
+        fresh.write_bytes(orjson.dumps(data))
         fresh.replace(self._file)
 
 

@@ -31,7 +31,7 @@ from benchmarks.overhead.plan import machine
 from benchmarks.overhead.process import LOAD_CORE
 from lbproxy import __version__
 from lbproxy.sim.figures.plots import can_plot
-from lbproxy.sim.figures.report import Summary, as_json
+from lbproxy.sim.figures.report import Summary
 from lbproxy.sim.workloads.traces import read_mooncake
 
 PAGE = ROOT / "benchmarks/ROUTING_HTTP.md"
@@ -135,21 +135,12 @@ def _version(router: Router) -> str:
 
 
 def write(cells: Sequence[CellRuns], text: str, form: str, *, agents: bool) -> None:
-    RESULTS.mkdir(exist_ok=True)
-    name = "agents" if agents else "routing"
-    data = {
-        cell.name: {
-            "seeds": cell.seeds,
-            "routers": as_json(cell.summaries()),
-            "virtual time": {router: [asdict(one) for one in runs] for router, runs in cell.simulated.items()},
-            "runs": cell.runs,
-        }
-        for cell in cells
-    }
-    (RESULTS / f"{name}-http-{form}.json").write_bytes(orjson.dumps(data))
     if agents:
         AGENTS_PAGE.write_text(with_part(text), "utf-8")
         return
+    RESULTS.mkdir(exist_ok=True)
+    data = {cell.name: {router: list(map(asdict, runs)) for router, runs in cell.summaries().items()} for cell in cells}
+    (RESULTS / f"routing-http-{form}.json").write_bytes(orjson.dumps(data))  # for the README
     if can_plot():
         for cell in cells:
             name = cell.name.replace(", ", "-")

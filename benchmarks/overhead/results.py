@@ -74,7 +74,7 @@ def write(path: Path, results: Results) -> None:
     """Whole or not at all."""
     path.parent.mkdir(exist_ok=True)
     new = path.with_suffix(".new")
-    new.write_text(json.dumps(results, indent=1) + "\n")
+    new.write_text(json.dumps(results, separators=(",", ":")) + "\n")
     new.replace(path)
 
 

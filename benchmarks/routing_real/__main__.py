@@ -155,7 +155,7 @@ def main() -> None:
     text = page(stored)
     print(text)
     if whole and not args.render:
-        results.write_bytes(orjson.dumps(stored, option=orjson.OPT_INDENT_2))
+        results.write_bytes(orjson.dumps(stored))
     if whole:
         PAGES[gpu].write_text(text, "utf-8")
 
