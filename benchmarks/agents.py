@@ -33,14 +33,10 @@ FIGURES = (
     "failed",
 )
 ABOUT = """
-Sessions as [docs/simulator.md](../docs/simulator.md#coding-agents) describes them, in a closed loop: the next request
-of a session comes after the response, so that a slow policy is asked less (`requests`). TTFT is the time to the first
-token, E2E the whole request, TPOT the time per output token; goodput is the share of requests with TTFT within 1 s and
-TPOT within 50 ms, hits the share of prompt tokens from a prefix cache, imbalance the busiest server's requests in
-flight over the mean, queued the time in the balancer. Best first, by mean TTFT; the last column compares it with
-adaptive's, paired over seeds, with a 95 % bootstrap interval. Policies that have not run with all seeds are not there.
-[docs/benchmarks.md](../docs/benchmarks.md#coding-agents) says what the load levels mean, and why few seeds tell close
-policies apart only where the interval does.
+[Sessions](../docs/simulator.md#coding-agents) in a closed loop, so that a slow policy is asked less (`requests`).
+Goodput: TTFT within 1 s and TPOT within 50 ms; hits: prompt tokens from a prefix cache; imbalance: the busiest server's
+requests over the mean; queued: time in the balancer. The last column is paired over seeds, with a 95 % bootstrap
+interval.
 """
 
 

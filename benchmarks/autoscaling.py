@@ -343,16 +343,14 @@ def page(every: Sequence[Compared], runs: Mapping[tuple[str, str], Sequence[Foll
     within = sum(abs(off) <= 1 for off in asked)
     heads = ["workload", "requests/s", "least", "its TTFT p95 (s)", "fleet: recommended", "worst"]
     what = (
-        f"`python -m benchmarks.autoscaling`, lbproxy {__version__}, virtual time. *Least*: the number of servers at "
-        f"which 95 % of the requests have their first token within {TARGET_S:g} s and none is refused. *Fleet: "
-        f"recommended*: what fleets of so many servers recommend after {RUN_S / 60:g} minutes of that load. How "
-        "the number is made: [docs/autoscaling.md](../docs/autoscaling.md)."
+        f"`python -m benchmarks.autoscaling`, lbproxy {__version__}, virtual time. *Least*: servers at which "
+        f"95 % of the first tokens come within {TARGET_S:g} s and none is refused. *Fleet: recommended*: what so many "
+        f"servers [recommend](../docs/autoscaling.md) after {RUN_S / 60:g} minutes."
     )
     rules_text = (
-        f"A server takes {START_S:g} s to start. *Recommended* follows `lbproxy_recommended_endpoints`; *queue > 5* "
-        "starts one more while more than five requests wait and none is starting, and drains one after "
-        f"{STOP_AFTER_S / 60:g} minutes without any; *knows the load* has in advance as many as are enough for the "
-        "highest load of the next minute."
+        f"A server takes {START_S:g} s to start. *Queue > 5* starts one while more than five requests wait and none "
+        f"starts, and drains one after {STOP_AFTER_S / 60:g} minutes without any; *knows the load* has what the next "
+        "minute needs."
     )
     result = f"**{within} of {len(asked)} fleets recommend the least number, or one more or less.**"
     parts = ["# Recommended endpoints", what, result, as_table(heads, rows), "## Fleets that follow", rules_text]

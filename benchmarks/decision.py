@@ -55,25 +55,21 @@ CACHED = (120, 1_200, 12_000, 120_000)
 WAITING = (1, 10, 100, 1_000, 10_000)
 ADAPTERS = 200
 ABOUT = """\
-Microseconds of CPU on one core, the least of many rounds. First figure: the price of all candidates; second: all of
-the Balancer's part in a request (submit with placement, first byte, end).
+Microseconds of CPU: the price of all candidates, and all of the Balancer's part in a request.
 """
 ABOUT_UPDATES = """\
-All blocks of the prompt are new, and the index is full: each of them takes an old one's place. The time to make up
-random keys is in it, and stands for the hashing.
+All blocks are new, and the index is full. Making up random keys stands for the hashing.
 """
 ABOUT_SCRAPES = """\
-From the page's bytes to the endpoint's state, for every endpoint once. In lbproxy each endpoint has its own time, so
-that the event loop has other turns between two of them.
+From the page's bytes to the endpoint's state, for every endpoint once; in lbproxy each has its own time.
 """
 ABOUT_CHANGES = f"""\
-Every endpoint lists {ADAPTERS} adapters. One endpoint is drained; the candidates for one model are asked for, the first
-time since; then the endpoint is in use again, and lists one adapter more.
+Every endpoint lists {ADAPTERS} adapters. One is drained; the candidates for a model are asked for; then it is in use
+again, with one adapter more.
 """
 ABOUT_PLANS = """\
-A plan goes over the queue after each arrival, first byte and end, at most once per turn of the event loop. It ends at
-once if no endpoint has room; else it orders the queue and prices the first of it. Nothing known: half a second has
-passed since the least work of the requests was looked up, for all of them at the same time.
+A plan follows arrivals, first bytes and ends, at most once per turn of the event loop. It ends at once if no endpoint
+has room; else it orders the queue and prices the first of it. Nothing known: all were looked up half a second ago.
 """
 UNBOUNDED = AdmissionSettings(queue_requests=1_000_000, queue_bytes=1024 * 1024**3)
 
@@ -360,9 +356,8 @@ def memory() -> str:
     default = RoutingSettings().prefix_memory >> 20
     verdict = f"is {'never' if kept else '**sometimes**'} exceeded"
     return (
-        f"{each:.0f} bytes an endpoint. What is remembered of prompts is bounded by a setting, "
-        f"{default} MiB by default, which {verdict}.\n"
-        f"What a block takes depends on how far hash tables have grown:\n\n{table(rows)}"
+        f"{each:.0f} bytes an endpoint. What is remembered of prompts is bounded by a setting ({default} MiB), which "
+        f"{verdict}; a block takes more or less as hash tables grow:\n\n{table(rows)}"
     )
 
 

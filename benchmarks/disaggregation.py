@@ -277,7 +277,7 @@ def tables(results: Results, workload: str) -> str:
         )
     names = ["prefill:decode", "load", "all whole", *(f"`{rule}`" for rule in RULES)]
     return (
-        f"## {workload}\n\nGoodput: the share of requests, and how many a second:\n\n"
+        f"## {workload}\n\nGoodput, and how many a second:\n\n"
         + as_table([*names, "priced / best", "split"], goodput, left=2)
         + "\nTTFT p50 / p99 in s / TPOT p99 in ms / refused requests in %:\n\n"
         + as_table(names, times, left=2)
@@ -293,15 +293,12 @@ def page(results: Results, seeds: int, replayed: bool) -> str:
     about = f"""# Prefill and decode apart
 
 `{command}`, lbproxy {__version__}, virtual time, policy `adaptive`; about {REQUESTS} requests
-a row, after the first {WARM_UP_S:.0f} s, which do not count; means over {seeds} seeds. A request is good if its first
-token comes within {GOOD_TTFT_S:g} s and the others in at most {1e3 * GOOD_TPOT_S:.0f} ms each, on average; what has not
-ended {DRAIN_S:.0f} s after the last arrival is not. The queue has its default settings, so overload means refusals.
-`priced`, `always`, `never` and numbers of tokens are values of `routing.split`; with `never` prefill servers are idle.
-*All whole*: as many servers without roles. *Split*: the share of requests that `priced` splits.
-
-Mooncake conversation: {trace}, so many times as fast, on Qwen3-32B, two H100 a server. Long prompts: 8,000 to 64,000
-tokens each, nothing shared, about 200 tokens of response, so many a second, on Llama 3.1 8B, one H100 a server. KV
-caches are transferred in 2 ms and 8 µs a token.
+a row after {WARM_UP_S:.0f} s; means over {seeds} seeds. Good: the first token within {GOOD_TTFT_S:g} s, the others in
+at most {1e3 * GOOD_TPOT_S:.0f} ms each on average, and ended {DRAIN_S:.0f} s after the last arrival. `priced`,
+`always`, `never` and numbers are values of `routing.split`; with `never` prefill servers are idle. *All whole*: as many
+servers without roles. *Split*: the share that `priced` splits. Mooncake: {trace}, so many times as fast, on Qwen3-32B,
+two H100 a server. Long prompts: 8,000 to 64,000 tokens, nothing shared, about 200 of response, on Llama 3.1 8B, one
+H100. A transfer takes 2 ms and 8 µs a token.
 
 `priced` is the best rule, or within {100 * (1 - WITHIN):.0f} % of the best, in {within} of {len(apart)} rows.
 

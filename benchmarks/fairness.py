@@ -199,18 +199,17 @@ def page(results: Mapping[str, Sequence[Figures]], seeds: int) -> str:
     """FAIRNESS.md."""
     head = (
         f"# Fairness, simulated and over HTTP\n\n`python -m benchmarks.fairness`, lbproxy {__version__}, {seeds} "
-        "seeds, 95 % bootstrap intervals over them. Two simulated\nservers (Qwen3-32B, two H100 each), "
-        f"{SECONDS} s of Poisson arrivals, lengths lognormal. TTFT in seconds, of those that were\nserved; p99 is the "
-        "worst of the nine light flows' own. *refused*: share answered 429. *heavy/s*: requests of the heavy\nflow "
-        "that were done in a second.\n"
+        "seeds with 95 % bootstrap intervals. Two simulated\nservers (Qwen3-32B, two H100 each), "
+        f"{SECONDS} s of Poisson arrivals, lengths lognormal. TTFT in seconds; p99 is\nthe worst of the nine light "
+        "flows'. *heavy/s*: requests of the heavy flow done in a second.\n"
     )
     parts = [head]
     heads = ["queue's order", "light: TTFT", "p99", "refused", "heavy: TTFT", "heavy/s"]
     about = {
-        "prefill": "The heavy flow sends about three times what the servers can do, prompts of 2,000 tokens. Each"
-        " light one sends a request in\nthree seconds. On idle servers the light ones' TTFT is {alone}, p99 {alone99}.",
-        "decode": "The heavy flow sends short prompts for long answers to servers whose cache holds some 130 of them:"
-        " there is never a\nsecond of prefill to wait for, and requests wait for room in the cache.",
+        "prefill": "The heavy flow sends three times what the servers can do, prompts of 2,000 tokens; each light"
+        " one a request in three\nseconds. Alone the light ones' TTFT is {alone}, p99 {alone99}.",
+        "decode": "Short prompts for long answers, on servers whose cache holds some 130: requests wait for room "
+        "in the cache.",
     }
     for kind, template in about.items():
         alone = results["alone"]
@@ -226,8 +225,8 @@ def page(results: Mapping[str, Sequence[Figures]], seeds: int) -> str:
     weights = results["weights"]
     ratio = estimate([run.flows["three"]["tokens_share"] / run.flows["one"]["tokens_share"] for run in weights])
     parts.append(
-        "## Weights\n\nTwo flows that send the same, one of weight 3, at three times the capacity: it gets "
-        f"{ratio.mean:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]\ntimes the tokens of the other.\n"
+        "## Weights\n\nOf two equal flows at three times the capacity one of weight 3 gets "
+        f"{ratio.mean:.2f} [{ratio.low:.2f}, {ratio.high:.2f}] times the tokens.\n"
     )
     runs = results["priorities"]
     rows = [
@@ -235,8 +234,8 @@ def page(results: Mapping[str, Sequence[Figures]], seeds: int) -> str:
         for of in runs[0].flows
     ]
     parts.append(
-        "## Strict priority\n\nThree priorities, each two thirds of what the servers can do, before a queue of 100. "
-        f"Placed while a more important one\nwaited: {sum(run.inversions for run in runs)} of "
+        "## Strict priority\n\nThree priorities, each two thirds of the capacity, before a queue of 100. "
+        f"Placed while a more important one waited:\n{sum(run.inversions for run in runs)} of "
         f"{sum(int(one['requests']) for run in runs for one in run.flows.values())} requests. The longest queue: "
         f"{max(run.longest_queue for run in runs)}.\n\n" + as_table(["priority", "TTFT", "p99", "refused"], rows)
     )

@@ -311,23 +311,19 @@ def section(trials: Sequence[Trial], seconds: float, version: str) -> str:
     server_lag, client_lag = (max(getattr(one, f"{who}_lag_s") for one in trials) for who in ("server", "client"))
     rejected = [f"{one.name}, seed {one.seed}: {one.rejected}" for one in trials if one.rejected]
     text = (
-        f"## Over HTTP\n\n`python -m benchmarks.fairness_http`, lbproxy {version}, {seeds} seeds. lbproxy in a process "
-        "of its own, an API key for each flow,\n"
-        f"before {SERVERS} servers of the same kind as `lbproxy mock` runs one; {seconds:g} s of arrivals, "
-        f"`admission.queue_timeout` {QUEUE_S:g} s,\nprefill's heavy and light flows, order `shortest`. *simulated*: "
-        "the very same arrivals and settings in virtual time, and so\nother figures than above. Times are the "
-        f"client's, from when a request was due. Requests neither answered whole nor refused: "
-        f"{sum(one.failed for one in trials)} of\n{sum(requests(one.figures) for one in trials)}; sent a second time: "
+        f"## Over HTTP\n\n`python -m benchmarks.fairness_http`, lbproxy {version}, {seeds} seeds. An API key for each "
+        f"flow, {SERVERS} servers of `lbproxy mock`,\n{seconds:g} s of arrivals, `admission.queue_timeout` "
+        f"{QUEUE_S:g} s, order `shortest`. *simulated*: the same arrivals in virtual time. Neither answered "
+        "whole\nnor refused: "
+        f"{sum(one.failed for one in trials)} of {sum(requests(one.figures) for one in trials)}; sent a second time: "
         f"{sum(one.retried for one in trials)}. How late tokens came out of the servers, p99 of the worst run: "
-        f"{1e3 * server_lag:.1f} ms;\nthe client's clock: {1e3 * client_lag:.1f} ms. With more than "
+        f"{1e3 * server_lag:.1f} ms; the\nclient's clock: {1e3 * client_lag:.1f} ms. With more than "
         f"{1e3 * MAX_LAG_S:g} ms a run is done again, once: {sum(one.again for one in trials)} of {len(trials)} were.\n"
     )
     parts = [text]
     if rejected:
         lines = "".join(f"- {line}\n" for line in rejected)
-        parts.append(
-            f"**Later than that the second time as well, so that milliseconds of these mean nothing:**\n\n{lines}"
-        )
+        parts.append(f"**Late the second time as well, so that milliseconds of these mean nothing:**\n\n{lines}")
     parts += [crowd_part(by_name), priorities_part(by_name[PRIORITIES])]
     return "\n".join(parts)
 
@@ -355,12 +351,11 @@ def priorities_part(trials: Sequence[Trial]) -> str:
     bound = run_of(PRIORITIES, 1, SECONDS).scenario.admission.queue_requests
     looks = sum(one.looks for one in trials)
     text = (
-        f"### Strict priority\n\nKeys whose flows have the priorities {', '.join(map(str, LEVELS.values()))}, each two "
-        "thirds of what the servers can do. Placed while a more important one\n"
-        f"waited, by the access log: {sum(run.inversions for run in real)} of {sum(map(requests, real))} requests "
-        f"(simulated: {sum(run.inversions for run in virtual)}). The longest queue in {looks} looks at /metrics,\n"
-        f"one in {POLL_S:g} s: {max(run.longest_queue for run in real)} (simulated: "
-        f"{max(run.longest_queue for run in virtual)}); it may hold {bound}.\n"
+        "### Strict priority\n\nPlaced while a more important one waited, by the access log: "
+        f"{sum(run.inversions for run in real)} of {sum(map(requests, real))} requests "
+        f"(simulated: {sum(run.inversions for run in virtual)}). The\nlongest queue in {looks} looks at /metrics: "
+        f"{max(run.longest_queue for run in real)} (simulated: {max(run.longest_queue for run in virtual)}); it "
+        f"may hold {bound}.\n"
     )
     rows = [
         [f"{of}: {LEVELS[of]}, {where}", *(cell(runs, of, figure) for figure in ("ttft_mean", "ttft_p99", "refused"))]

@@ -354,20 +354,15 @@ def cell_table(tasks: Sequence[Task], kept: Kept) -> str:
 
 ABOUT = """# Overload
 
-What lbproxy makes of more requests than its servers can answer, simulated
-([how](../docs/simulator.md#fleets-lbproxy-sim)); `python -m benchmarks.overload` makes this page, digit by digit.
+`python -m benchmarks.overload`, digit by digit. Four [simulated](../docs/simulator.md#fleets-lbproxy-sim) servers
+(Qwen3-32B on two H100 each) with slots for 64 requests (*slots*), a KV cache of 60,000 tokens (*space*), or prompts of
+6,000 tokens that share nothing and responses of 20 (*prefill*); otherwise 350 and 700 (medians, lognormal with sigma
+0.5). Poisson arrivals at 1.2 to 10 times the capacity for 240 s, after 60 s to fill and learn; the queue is the
+default.
 
-Four simulated servers (Qwen3-32B on two H100 each) with slots for 64 requests (*slots*), a KV cache of 60,000 tokens
-(*space*), or prompts of 6,000 tokens that share nothing and responses of 20 (*prefill*); otherwise prompts of 350
-tokens and responses of 700 (medians, lognormal with sigma 0.5). Poisson arrivals at 1.2 to 10 times the capacity for
-240 s, of which the first 60 s, in which servers fill and limits are learned, are not counted. lbproxy's queue is as
-without settings: 1,024 requests, 30 s.
-
-*throughput*: responses that ended, beside the capacity. *≤ 5 s*, *≤ 2 s*: responses whose first token came so soon
-after the request (of whole responses as the simulator knows it), beside the capacity; it can exceed 1, as who is served
-may be chosen. *refused*: share of the requests. *engines*: requests in an engine's own queue, p95 over servers
-and time. *starts*: what a server begins in half a second. *lbproxy*: requests in its queue, p95. A cell passes with 0.9
-of the capacity within 5 s, and at most 4 requests, or what it starts in half a second, in an engine's queue.
+Beside the capacity: *throughput*, and responses whose first token came within 5 or 2 s, which can exceed 1, as who is
+served may be chosen. *engines*, *lbproxy*: requests in their queues, p95; *starts*: what a server begins in half a
+second. A cell passes with 0.9 of the capacity within 5 s, and at most 4 requests, or *starts*, in an engine's queue.
 """
 
 

@@ -35,9 +35,8 @@ WARM_UP_S, SECONDS = 20.0, 60.0
 CAPACITY_S = 40.0
 CLIENT_S = 60.0
 """A client waits for so long."""
-ABOUT = """`python -m benchmarks.overload_http`: lbproxy before four servers of `lbproxy mock`, slower and smaller than
-those above, {seconds:.0f} s after {warm_up:.0f} s of warm-up. *capacity*: responses a second. *≤ 5 s* of whole
-responses: all of it within 5 s and the time that one takes at full load.
+ABOUT = """`python -m benchmarks.overload_http`: four servers of `lbproxy mock`, slower and smaller, {seconds:.0f} s
+after {warm_up:.0f} s. *≤ 5 s* of whole responses: within 5 s and the time that one takes at full load.
 """
 WAITING = re.compile(rb"^vllm:num_requests_waiting\{[^}]*\} ([0-9.]+)$", re.MULTILINE)
 SPEED = "0.25"

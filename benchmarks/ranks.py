@@ -87,10 +87,9 @@ def page(rows: Mapping[str, tuple[Figures, Figures]], seeds: int) -> str:
     return (
         f"# Data-parallel ranks\n\n`python -m benchmarks.ranks --seeds {seeds}`, lbproxy {__version__}, virtual time."
         f" {SERVERS} servers of {RANKS} ranks each, every rank a Qwen3-32B on\ntwo H100, policy `adaptive`."
-        " An endpoint for each address: the server sends a request to its rank with the fewest requests. An\n"
-        "endpoint for each rank: lbproxy chooses it ([ranks.md](../docs/ranks.md)). TTFT is the time to the first"
-        " token, goodput the share\nof requests with TTFT within 1 s and TPOT within 50 ms, hits the share of prompt"
-        f" tokens from a prefix cache; means over {seeds} seeds.\n\n" + as_table([*heads, "goodput", "failed"], table)
+        " With an endpoint for each address the server chooses the rank with the fewest requests; with\none for each"
+        " rank [lbproxy chooses](../docs/ranks.md). Goodput: TTFT within 1 s and TPOT within 50 ms.\n\n"
+        + as_table([*heads, "goodput", "failed"], table)
     )
 
 

@@ -250,12 +250,10 @@ def page(results: Results, found: Found, seeds: int, trace: str | None) -> str:
     head = (
         f"# Several lbproxies before one fleet\n\n`python -m benchmarks.replicas --seeds {seeds}"
         f"{' --trace FILE' if trace else ''}`, lbproxy {__version__}, virtual time. Eight servers (Qwen3-32B on two\n"
-        "H100 each), policy `adaptive`. Each request comes to one of the replicas at random. *Unshared*: they know of\n"
-        "the others' requests only what servers report in metrics, every 0.2 s. Otherwise each sends what it did in\n"
-        "batches, at the interval that the row has, and a batch takes 1 to 3 ms. *One lbproxy* gets all requests.\n"
-        "TTFT is the time to the first token; goodput the share of requests with TTFT within 1 s and TPOT within\n"
-        f"50 ms; hits the share of prompt tokens from a prefix cache. Means over seeds 1 to {seeds}: close rows are\n"
-        "not told apart by so few.\n"
+        "H100 each), policy `adaptive`; each request comes to one of the replicas at random. *Unshared*: they\n"
+        "know of the others' requests by what servers report every 0.2 s; otherwise by batches at the row's interval,\n"
+        "which take 1 to 3 ms. Goodput: TTFT within 1 s and TPOT within 50 ms; hits: prompt tokens from a prefix\n"
+        "cache. Means over seeds, so few that close rows are not told apart.\n"
     )
     parts = [head]
     for workload, (name, parameters) in WORKLOADS.items():
@@ -263,16 +261,14 @@ def page(results: Results, found: Found, seeds: int, trace: str | None) -> str:
         note = f" Mooncake: {kept}." if name == "mooncake" else ""
         parts.append(f"## {workload}\n\n`{name}` ({shown}).{note}\n\n{sharing_table(results, workload, seeds)}")
     parts.append(
-        f"## A network with faults\n\n{FAULTY}, {FAULTY_REPLICAS} replicas, {1000 * FAULTY_INTERVAL_S:.0f} ms. Each"
-        " batch may have a fault at each receiver.\n\n" + faults_table(results, seeds)
+        f"## A network with faults\n\n{FAULTY}, {FAULTY_REPLICAS} replicas, {1000 * FAULTY_INTERVAL_S:.0f} ms.\n\n"
+        + faults_table(results, seeds)
     )
     parts.append(
         f"## A replica dies, and another one joins\n\n`ladder` at {DEATH_RATE} requests/s for {END_S:g} s,"
-        f" {DEATH_REPLICAS} replicas. One dies at {DEATH_AT_S:g} s with all that it has in flight,\nand the others"
-        f" notice it 3 s later; at {JOIN_AT_S:g} s a new one starts with what another one knows, or with nothing"
-        " if they are\nunshared. Mean TTFT of the requests that were sent in each 10 s. *Cut*: requests of the dead"
-        " one; *of others*: requests of\nthe others that broke; *failed*: requests with any other error. Means over"
-        " seeds.\n\n" + death_table(results, seeds)
+        f" {DEATH_REPLICAS} replicas. One dies at {DEATH_AT_S:g} s, which the others notice 3 s later;\nat"
+        f" {JOIN_AT_S:g} s a new one starts with what another one knows (unshared: nothing). Mean TTFT; requests "
+        "that were *cut*: of the\ndead one; *of others*; *failed*: any other error.\n\n" + death_table(results, seeds)
     )
     parts.append(f"## What it costs\n\n{costs.ABOUT}\n\n{cost_table(found.cost)}")
     how = "compiled" if found.compiled else "as Python and not compiled"

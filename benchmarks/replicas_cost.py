@@ -39,19 +39,15 @@ RUNS: Mapping[str, Exchanged] = {
     "50 ms": Exchanged(),
     "50 ms; 1 % lost, 2 % twice, 2 % late": Exchanged(lost=0.01, repeated=0.02, late=0.02),
 }
-ABOUT = f"""b2b at {RATE} requests/s for an hour, {REPLICAS} replicas, prompts of 28.8 KB (28 keys). Per 1,000
-requests: batches and KB that all replicas send together, each of which every other replica gets; CPU milliseconds of
-the sender (`Journal.take`, `encode`) for 1,000 requests of its own, and of one receiver (`decode`, `Peers.hear`) for
-1,000 requests of others, both as Python and not compiled. *Others in flight*: requests that one replica knows of the
-others, at most and after the last one ended. *KB of Peers*: the records of these, in one replica, in the middle and at
-the end of the hour, without what caches, models and flows keep of any request. At this rate nearly every event is a
-batch of its own, and most calls of `take`, one every 50 ms, find nothing to tell."""
+ABOUT = f"""b2b at {RATE} requests/s for an hour, {REPLICAS} replicas, prompts of 28.8 KB (28 keys), not compiled. Per
+1,000 requests: batches and KB that all replicas send; CPU milliseconds of the sender and of one receiver. *Others in
+flight*: requests that one replica knows of the others, at most and at the end. *KB of Peers*: the records of these, in
+the middle and at the end."""
 BUSY_BATCH = 50
 """At 1,000 requests a second and 50 ms."""
 BUSY_ROUNDS = 60
-BUSY_ABOUT = f"""At 1,000 requests a second a batch has {BUSY_BATCH} requests: their placements, first bytes and ends.
-Two replicas before {SERVERS} endpoints, without a simulation; per request, the least of {BUSY_ROUNDS} rounds, {{how}}.
-*Noted*: what a decision (submit, first byte, end) takes longer because of the journal."""
+BUSY_ABOUT = f"""At 1,000 requests a second, {BUSY_BATCH} of them a batch, two replicas before {SERVERS} endpoints: per
+request, {{how}}. *Noted*: what a decision takes longer because of the journal."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -217,19 +217,14 @@ def _about(about: Mapping[str, Any]) -> str:
     return (
         f"`python -m benchmarks.replicas_http routing{option} --write`, lbproxy "
         f"{about['lbproxy']}{', compiled' if about['compiled'] else ', as Python'}, {about['machine']}.\n"
-        "Each lbproxy is a process; they accept on one port, and the kernel gives each request, on its own\n"
-        f"connection, to one of them at random. Those that share do so over a {stores} of their own, every\n"
-        f"{1000 * ReplicasSettings().interval:.0f} ms. Servers and client are those of [routing over HTTP]"
-        "(../docs/benchmarks.md#routing-over-http); Mooncake:\n"
-        f"{trace}. Times are what a client sees, without the warm-up; hits the share of prompt tokens that servers\n"
-        "report as cached; the ratios to one lbproxy are means over seeds of the same requests, with 95 % intervals.\n"
-        "*In virtual time*: the ratio that a simulation of the same arrivals and lbproxies gives.\n\n"
-        f"{about['at_a_time']} runs of a seed go on side by side on two cores: lbproxies and their stores on one,\n"
-        "servers and clients on the other. *CPU* is of one run, in percent of a core; *late* how late tokens left the\n"
-        "servers, in any minute, the start of all runs included, and how late the client's clock ticked (99th\n"
-        f"percentiles, in the worst run). Runs whose client was over {1000 * MAX_LATE_S:.0f} ms late were repeated: "
-        f"{about['late']}.\n"
-        "Rows of fewer seeds ran later, beside fewer others, so that their ratios favour them.\n"
+        f"Each request reaches one of the lbproxies at random; those that share do so over a {stores} of their own,\n"
+        f"every {1000 * ReplicasSettings().interval:.0f} ms. Servers and client: [routing over HTTP]"
+        f"(../docs/benchmarks.md#routing-over-http); Mooncake: {trace}. Ratios are means over\nseeds, with 95 % "
+        "intervals; *in virtual time*: of a simulation of the same arrivals.\n\n"
+        f"{about['at_a_time']} runs of a seed go on side by side on two cores. *CPU* is of one run, in percent of "
+        "a core; *late* how late tokens left the\nservers, the start of all runs included, and the client's clock "
+        f"ticked (99th percentiles). Runs whose client was over {1000 * MAX_LATE_S:.0f} ms late were\nrepeated: "
+        f"{about['late']}. Rows of fewer seeds ran later, beside fewer others, so that their ratios favour them.\n"
     )
 
 

@@ -174,11 +174,9 @@ def run_gates(args: argparse.Namespace) -> int:
 # Robustness
 
 ROBUST_POLICIES = [OURS, "gie", "llm-d"]
-ABOUT_ROBUSTNESS = """mean TTFT, that
-beside the undisturbed with a 95 % bootstrap interval (paired over seeds), and goodput. As it is: sizes wrong by up to
-15 %, gauges every 0.2 s and 5 ms old. No gauges: from the first request on, by balancers that begin knowing nothing,
-or nothing but the true size of each server's cache: from `kv_cache_tokens`, or from servers that say it without
-metrics, as SGLang does (the same decisions: tests/sim/fleet/test_capacity_learned.py).
+ABOUT_ROBUSTNESS = """mean TTFT, beside the
+undisturbed with a 95 % bootstrap interval (paired over seeds), and goodput. As it is: sizes wrong by up to 15 %, gauges
+every 0.2 s and 5 ms old. No gauges: balancers that begin knowing nothing, or nothing but the size of each cache.
 """
 
 
@@ -221,11 +219,10 @@ LORA_POLICIES: dict[str, tuple[object, bool]] = {
 }
 """By the table's name: the policy, and whether it is told which models are adapters."""
 LORA_ABOUT = """15 adapters, of which five get
-60 % of the requests, five 30 % and five 10 %. Each slot of a server holds one, and loading one holds up the server: 0.3
-to 1 s the first time, 10 to 30 ms after that."""
-LORA_LEGEND = f"""*times*: so many times as much as with {OURS}. *affinity off*: {OURS}, not told which models are
-adapters. *true adapter sets*: the endpoint picker's scorers, that for adapters included, which reads what is loaded and
-not what vLLM's metric shows, where idle adapters are missing."""
+60 % of the requests, five 30 % and five 10 %. Loading one holds up the server: 0.3 to 1 s the first time, 10 to 30 ms
+after that."""
+LORA_LEGEND = f"""*times*: as much as with {OURS}. *affinity off*: {OURS}, not told which models are adapters. *true
+adapter sets*: the endpoint picker's scorers, which read what is loaded."""
 
 
 def run_lora(args: argparse.Namespace) -> int:
@@ -247,13 +244,10 @@ def run_lora(args: argparse.Namespace) -> int:
     tokens_s = _mean(found.pop("capacity"), "output_tokens_s")
     limit = tokens_s / 1.08 / 170
     text = (
-        f"`python -m benchmarks.routing --lora`, lbproxy {__version__}, mean of {seeds} seeds. {LORA_ABOUT} Without\n"
+        f"`python -m benchmarks.routing --lora`, lbproxy {__version__}, mean of {seeds} seeds. {LORA_ABOUT} Eight\n"
+        f"servers make {tokens_s:,.0f} tokens a second without adapters, {limit:.0f} requests a second with four in a "
+        f"step: 90 are {90 / limit:.0%}.\n{LORA_LEGEND}\n"
     )
-    text += (
-        f"adapters eight servers make {tokens_s:,.0f} tokens of these answers a second; four adapters in a step cost\n"
-    )
-    text += f"8 %, an answer has 170 tokens: {limit:.0f} requests a second, of which 90 are {90 / limit:.0%}.\n\n"
-    text += f"{LORA_LEGEND}\n"
     parts = [f"# LoRA adapters, simulated\n\n{text}"]
     parts += [
         f"\n## {name}\n\n" + _adapter_table({policy: found[f"{name}|{policy}"] for policy in LORA_POLICIES})

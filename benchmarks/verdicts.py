@@ -8,6 +8,7 @@ are equal arrivals). "Best" is the best of all baselines that ran in full, for e
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -30,16 +31,13 @@ NO_LOSS: Mapping[str, tuple[str, bool]] = {
 """Figures in which ours may not be worse than least-request by more than 5 %: heading, and whether more is better."""
 
 ABOUT = """\
-Ratios are of means over seeds, paired, with 95 % bootstrap intervals. The best baseline of a cell is the best,
-figure by figure, of those that ran in full: least-request, those named, and the ones that were best by mean TTFT, E2E
-and goodput when all 13 were asked once in the cell's short form. Each cell's section says how often each ran; its table
-is of the seeds that all of them have.
+Ratios are of means over seeds, paired, with 95 % bootstrap intervals. The best baseline of a cell is the best, figure
+by figure, of those that ran in full: least-request, those named, and the best of all 13 when asked once in short.
 """
 ABOUT_ORACLES = """\
 `oracle` places each request at once where its first token would truly come first; `oracle, late` holds back as adaptive
-does (left out where nothing ever waits a second: there both do the same). Both see the engines' state, the caches and
-the lengths of answers; neither looks at what a placement costs others (`lbproxy/sim/fleet/oracle.py`). Below 1x,
-adaptive is better than greed with perfect knowledge; goodput is better above 1x.
+does. Neither looks at what a placement costs others, so that below 1x (goodput: above) adaptive is better than greed
+with perfect knowledge.
 
 """
 
@@ -260,8 +258,10 @@ def described(part: Part, runs: Runs) -> str:
     whole = part.full
     parameters = ", ".join(f"{key} {value:g}" for key, value in whole.parameters.items())
     servers = whole.servers if whole.speeds is None else " + ".join(f"{n} at {s:g}x" for s, n in whole.speeds.items())
-    cut = f"; shorter than the full cell: {', '.join(part.cut)}" if part.cut else ""
-    seeds = ", ".join(f"{policy} {len(found)}" for policy, found in runs.items())
+    cut = "; shortened" if part.cut else ""
+    counts = {policy: len(found) for policy, found in runs.items()}
+    usual = Counter(counts.values()).most_common(1)[0][0]
+    seeds = ", ".join([str(usual), *(f"{policy} {count}" for policy, count in counts.items() if count != usual)])
     return f"`{whole.workload}`{f' ({parameters})' if parameters else ''}, {servers} servers{cut}. Seeds: {seeds}."
 
 
@@ -281,13 +281,13 @@ def page(found: Mapping[str, Runs], *, seeds: int, replays: str) -> str:
         "# Targets of routing\n\n",
         f"`python -m benchmarks.routing --targets --seeds {seeds}`, lbproxy {__version__}, virtual time, {replays}.\n",
         ABOUT,
-        f"\n{sum(v.met for v in verdicts)} of {len(verdicts)} are met; why the others are not, is in\n",
-        "[decision 21](../docs/decisions/0021-routing-targets.md).\n\n",
+        f"\n{sum(v.met for v in verdicts)} of {len(verdicts)} are met; [why the others are not]",
+        "(../docs/decisions/0021-routing-targets.md).\n\n",
         table(rows),
         "\n## Against perfect information\n\n",
         ABOUT_ORACLES,
         oracles,
-        "\n## Against least-request\n\nAdaptive over least-request; what is more than 5 % worse stands out.\n\n",
+        "\n## Against least-request\n\nWhat is more than 5 % worse stands out.\n\n",
         losses,
     ]
     if "b2b ladder" in cells:

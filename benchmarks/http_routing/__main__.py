@@ -117,9 +117,9 @@ def report(cells: Sequence[CellRuns], args: argparse.Namespace, there: Sequence[
     asked = "" if args.agents else f", {trace}"
     about = [
         f"`{command}`, {datetime.now(UTC):%Y-%m-%d}, {machine()}, lbproxy {__version__}{asked}.",
-        "Times are what a client sees; hits are of the servers' counters; intervals are 95 %, paired over seeds.",
-        f"Runs whose servers or client were more than {args.max_late:g} ms late (99th percentile) are left out.",
-        *([f"Up to {args.at_a_time} routers are measured at a time, on two cores."] if args.at_a_time > 1 else []),
+        "Hits are of the servers' counters; intervals are 95 %, paired over seeds.",
+        f"Without runs whose servers or client were more than {args.max_late:g} ms late (99th percentile).",
+        *([f"Up to {args.at_a_time} routers at a time, on two cores."] if args.at_a_time > 1 else []),
         "",
         *(
             f"- {router.name} {_version(router)}: {router.subject.note}"

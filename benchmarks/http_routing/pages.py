@@ -71,8 +71,8 @@ def page(
     parts = [f"{title}\n", *about, "\n## lbproxy against the best other router of each figure\n"]
     parts.append(against_best(cells))
     parts.append(
-        "Target: within 3 % of the best or better (p99: within 1.4x). Ratios below 1 are better; of goodput and hits, "
-        f"above 1. Routers that failed more than {MAX_FAILED:.0%} of the requests are left out here."
+        "Target: at most 3 % from the best (p99: 1.4x). Below 1 is better; of goodput and hits above 1. Without "
+        f"routers that failed over {MAX_FAILED:.0%} of the requests."
     )
     for cell in cells:
         parts.append(f"\n## {cell.name}\n\n{CELLS[cell.name].title}; {CELLS[cell.name].servers} servers, ")
@@ -81,7 +81,7 @@ def page(
         note = (
             f"\nTheir core was full, so that their figures are not their rule's: {', '.join(full)}.\n" if full else ""
         )
-        parts += [routers_table(cell), note + "\nVirtual time and HTTP, the same arrivals:\n", agreement(cell)]
+        parts += [routers_table(cell), note + "\nThe same arrivals in virtual time and over HTTP:\n", agreement(cell)]
     if outside:
         parts.append("\n## Not in the tables\n\n" + "\n".join(f"- {line}" for line in outside))
     return "\n".join(parts) + "\n"

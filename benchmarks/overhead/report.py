@@ -33,13 +33,15 @@ BEGIN, END = "<!-- generated: overhead -->", "<!-- end -->"
 def render(results: Results) -> str:
     """The whole part of the page."""
     sections = results["workloads"].values()
-    parts = ["## Proxy overhead", PREFACE, _subjects(sections)]
+    made = {_made(section) for section in sections}
+    parts = ["## Proxy overhead", PREFACE, *(made if len(made) == 1 else ()), _subjects(sections)]
     if goals := table_of_goals(results):
         parts += ["### Targets", ABOUT_GOALS, goals]
     if PLOTTED & set(results["workloads"]):
         parts.append("![CPU, delays and memory](results/overhead.png)")
     for section in sections:
-        parts += [f"### {section['title']}", _about(section), TABLES[section["kind"]](section)]
+        about = [_about(section)] if len(made) == 1 else [_about(section), _made(section)]
+        parts += [f"### {section['title']}", *about, TABLES[section["kind"]](section)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -60,13 +62,11 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 PREFACE = """\
-Method and limits: [docs/benchmarks.md](../docs/benchmarks.md); raw figures:
-[results/overhead.json](results/overhead.json). CPU is user and system time of all of the proxy's processes;
-x nginx and x sglang-router are its CPU divided by theirs, so below 1 is less. Busy is the share of core 0
-that the proxy used, and of core 1 that load and model server used. Median of the rounds."""
-ABOUT_GOALS = """\
-What lbproxy is to reach, and what it does: by the sections below and, where they name no other proxy, by benchmarks of
-lbproxy alone. Computed from the raw figures; a dash says that something it needs was not measured."""
+[Method and limits](../docs/benchmarks.md), [raw figures](results/overhead.json). CPU is user and system time of all of
+the proxy's processes; x nginx and x sglang-router are its CPU divided by theirs. Busy is the share of core 0 that the
+proxy used, and of core 1 that load and model server used; where core 1 was full, rates and delays are the load's and
+not the proxy's (CPU per unit stands). Median of the rounds."""
+ABOUT_GOALS = "By the sections below and, where they name no other proxy, by benchmarks of lbproxy alone."
 
 
 def table_of_goals(results: Results) -> str:
@@ -104,14 +104,18 @@ def _subjects(sections: Iterable[Section]) -> str:
     return "\n\n".join(lines)
 
 
+def _made(section: Section) -> str:
+    return f"`{section['command']}`, {section['date']}. {section['machine']}."
+
+
 def _about(section: Section) -> str:
     unit = "requests at a time" if section["unit"] == "request" else "streams"
     times = "1 round" if section["planned"] == 1 else f"{section['planned']} rounds"
     busy = ", ".join(f"{value:.1f}" for value in section["load_average"])
     size = f"{section['body_bytes']:,} bytes"
     return (
-        f"{section['connections']:,} {unit}, body {size}, {times} of {section['seconds']:g} s.\n"
-        f"`{section['command']}`, {section['date']}. {section['machine']}; load average before it {busy}."
+        f"{section['connections']:,} {unit}, body {size}, {times} of {section['seconds']:g} s; load average before it "
+        f"{busy}."
     )
 
 
@@ -197,7 +201,7 @@ def _warnings(seen: dict[str, list[Figures]], section: Section) -> list[str]:
     disturbed = _names(seen, lambda one: one["others_cpu_s"] / one["seconds"] / CORES > DISTURBED)
     behind = _names(seen, lambda one: one["events"] / one["seconds"] < BEHIND * pace)
     said = {
-        "Core 1 was full, so that rates and delays are the load's and not the proxy's (CPU per unit stands)": full,
+        "Core 1 was full": full,
         f"Others used more than {DISTURBED:.0%} of the machine, so that figures are too high": disturbed,
         f"Fewer than {BEHIND:.0%} of the events that were due came, so that figures do not compare": behind,
     }

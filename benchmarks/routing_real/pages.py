@@ -19,24 +19,20 @@ METHOD = """\
 `{command}`, {date}, {machine}, vLLM {vllm} on {where}: {runs} runs in {minutes:.0f} minutes.
 
 {servers} vLLM servers with a random model of {shape}. Each has {slots} slots (`--max-num-seqs`), a prefix cache of
-{tokens:,} tokens (blocks of {block}), and computes {step} tokens of prompts in a step. Between runs their caches are
-emptied and the router is started anew; the servers stay. Routers take turns within a round, in an order drawn for each
-round. In a round all of them are asked the same: recorded sessions, in a closed loop. Times are what the client sees;
-hits are of the engines' own counters (`vllm:prefix_cache_hits_total` of `vllm:prefix_cache_queries_total`). The warm-up
-is left out. A figure is the median of the rounds, with a 95 % bootstrap interval.
+{tokens:,} tokens (blocks of {block}), and computes {step} tokens of prompts in a step. For each run caches are emptied
+and the router is started anew; routers take turns in a random order within a round, whose recorded sessions, in a
+closed loop, are the same. Hits are of the engines' counters. A figure is the median of the rounds, with a 95 %
+bootstrap interval. Of two servers a random choice finds the right one every second time.
 
 """
 TWO_CORES = """\
-**Two cores run everything**: one server and the router on the first, the other server and the client on the second. The
-servers used {least:.0%} to {most:.0%} of them. What a router uses is taken from the servers, and so is what the servers
-use for the metrics that it reads; where engines compute on GPUs it is not. All of them run before other work on the
-machine; runs in which more than {waiting:g} of the servers' threads waited for a core on average were done again. Of
-two servers a random choice finds the right one every second time; in a larger fleet, less often.
+**Two cores run everything**: a server and the router, the other server and the client. The servers used {least:.0%} to
+{most:.0%} of them; what a router uses, and the reading of metrics, is taken from them. Runs in which more than
+{waiting:g} of the servers' threads waited for a core on average were done again.
 """
 ONE_GPU = """\
-**The servers share one GPU**, so that the work which a hit saves one of them is time for both; each has cores of its
-own, and so have router and client. Weights are random: speeds are those of a model of this shape, texts mean nothing.
-Of two servers a random choice finds the right one every second time; in a larger fleet, less often.
+**The servers share one GPU**, so that the work which a hit saves one of them is time for both; each, the router and the
+client have cores of their own. Speeds are those of a model of this shape, texts mean nothing.
 """
 Figure = Callable[[Row], float]
 JUDGED: dict[str, tuple[str, int]] = {

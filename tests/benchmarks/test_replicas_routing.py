@@ -151,7 +151,7 @@ def test_ratios_are_of_the_same_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "| 2, unshared | 2 | 0.600 | 4.00x [4.00, 4.00] | 2.00x | 2.40 | 0.450 | 3 |" in text
     assert "| one | 100 to 100 | 5.0 | 10.0 | 2.0 / 2.0 |" in text
     assert "| 2, unshared | 40 to 60 | 5.0 | 10.0 | 2.0 / 2.0 |" in text
-    assert "were repeated: 1." in text
+    assert "repeated: 1." in text
     assert text.count("### ") == 1
 
 
