@@ -10,13 +10,12 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator
-from ipaddress import IPv4Network
 from typing import Literal, get_args, get_origin
 
 import httpx2  # what the openai SDK judges a response by
 import pytest
 from openai import OpenAI
-from pydantic import BaseModel, SecretStr
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -25,7 +24,7 @@ from lbproxy.config.descriptions import descriptions
 from lbproxy.config.sections.access import AdminSettings, KeySettings, ListenSettings, TlsSettings
 from lbproxy.config.sections.clients import Address
 from lbproxy.config.sections.endpoints import EndpointSettings, EndpointTls
-from lbproxy.config.sections.engines import EngineSettings, SignalForm
+from lbproxy.config.sections.engines import EngineSettings
 from lbproxy.config.sections.flows import FlowSettings
 from lbproxy.config.sections.models import ModelSettings
 from lbproxy.config.sleep import ColdStartSettings, HostSettings
@@ -75,46 +74,30 @@ def written(value: object, unit: Quantity | None) -> str:
             if value >= factor and (name not in "hm" or value >= 2 * 3600) and (value / factor).is_integer():
                 return f"`{value / factor:g}{name}`"
         return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
-    return f"`{value}`" if str(value) else "see there"
+    return f"`{value}`" if str(value) else "-"
 
 
-KINDS_OF_VALUES: dict[object, str] = {
-    EndpointSettings: "list",
-    KeySettings: "list",
-    IPv4Network: "list of networks",
-    TlsSettings: "mapping",
-    ColdStartSettings: "text, mapping",
-    tuple: "list of text",
-}
-"""By what is in the annotation; the first counts."""
+MOST_WORDS = 6
+"""Further ones are not listed: the page that describes them does."""
 
 
 def takes(field: FieldInfo) -> str:
-    """What may be written there."""
+    """What else may be written there, where the default does not show it: words, a range, null."""
     unit = quantity(field)
-    found = [*parts(field.annotation), *map(get_origin, parts(field.annotation))]
     words = [str(word) for part in parts(field.annotation) if get_origin(part) is Literal for word in get_args(part)]
-    if {EngineSettings, ModelSettings, FlowSettings, HostSettings} & {
-        part for part in parts(field.annotation) if isinstance(part, type)
-    }:
-        text = "mapping of names to mappings"
-    elif SignalForm in map(type, parts(field.annotation)) or SignalForm in map(type, field.metadata):
-        text = "metric, list of metrics"
-    elif SecretStr in parts(field.annotation) and get_origin(field.annotation) is dict:
-        text = "mapping of names to text"
-    elif dict in {get_origin(part) for part in parts(field.annotation)}:
-        text = f"mapping of {', '.join(words) or 'models'} to weights"
+    if dict in {get_origin(part) for part in parts(field.annotation)} or len(words) > MOST_WORDS:
+        found = []
     elif words:
-        text = ", ".join(words)
+        found = [word for word in words if word != field.default]
     elif unit is not None:
-        text = f"{unit.what.partition(' (')[0].removeprefix('a ')}, {unit.at_least} to {unit.at_most}"
-    elif bool in parts(field.annotation):
-        text = "true, false"
-    elif any(isinstance(part, type) and issubclass(part, Address) for part in parts(field.annotation)):
-        text = "host:port, mapping"
+        besides = unit.what.partition(", or a ")
+        most = "" if unit.at_most.isdigit() and int(unit.at_most) >= 1_000_000 else unit.at_most
+        found = [besides[0]] if besides[1] else []
+        found.append(f"{unit.at_least}..{most}")
     else:
-        text = next((text for part, text in KINDS_OF_VALUES.items() if part in found), "text")
-    return f"{text}, null" if type(None) in parts(field.annotation) else text
+        found = ["true, false"] if bool in parts(field.annotation) and field.default is None else []
+    nothing = ["null"] if type(None) in parts(field.annotation) and field.default is not None else []
+    return ", ".join([*found, *nothing])
 
 
 def is_section(field: FieldInfo) -> bool:
@@ -122,15 +105,17 @@ def is_section(field: FieldInfo) -> bool:
     return isinstance(kind, type) and issubclass(kind, BaseModel) and not issubclass(kind, Address)
 
 
-def settings_table(section: type[BaseModel], prefix: str = "") -> str:
-    rows = []
+def settings_list(section: type[BaseModel], prefix: str = "") -> str:
+    """A line for each of its own keys: those of `Address` stand with `listen`."""
+    lines = []
     for name, field in section.model_fields.items():
-        if is_section(field):
+        if is_section(field) or (section is AdminSettings and name in Address.model_fields):
             continue
         assert name in descriptions(section), f"{prefix}{name} has no docstring"
-        default = written(field.default, quantity(field))
-        rows.append([f"`{prefix}{name}`", default, takes(field), " ".join(descriptions(section)[name].split())])
-    return table(["key", "default", "takes", "what and why"], rows)
+        default, more = written(field.default, quantity(field)), takes(field)
+        text = " ".join(descriptions(section)[name].split())
+        lines.append(f"- **{prefix}{name}**: {default}{f' ({more})' if more else ''}. {text}\n")
+    return "".join(lines)
 
 
 SECTIONS: dict[str, tuple[type[BaseModel], str]] = {
@@ -158,7 +143,7 @@ SECTIONS: dict[str, tuple[type[BaseModel], str]] = {
 def test_configuration_has_every_key(name: str) -> None:
     """With the default, the range and the reason that the schema has."""
     section, prefix = SECTIONS[name]
-    expect_generated(DOCS / "configuration.md", name, settings_table(section, prefix))
+    expect_generated(DOCS / "configuration.md", name, settings_list(section, prefix))
 
 
 # --- Failures ---------------------------------------------------------------------------------------------------------

@@ -22,17 +22,17 @@ class HostSettings(Section):
     awake: Annotated[int, count("1", "1024")] = 1
     """How many of the group may be awake at a time."""
     min_awake: Annotated[float, duration("1s", "1h")] = 10.0
-    """Seconds for which an endpoint that has requests stays awake before another of the group takes its place. With a
-    drain, a sleep and a wake this must be below admission.queue_timeout, or what waits for the other is refused."""
+    """An endpoint that has requests stays awake this long before another takes its place. With a drain, a sleep and a
+    wake it must be below admission.queue_timeout."""
 
 
 class ColdStartSettings(ShortSection):
     """A webhook that has an endpoint started which is not there at all: a URL, or a mapping."""
 
     url: Annotated[str, PlainSerializer(without_path, return_type=str, when_used="json")]
-    """`http://host:port/path` or https: gets a POST with a JSON object: endpoint, url, model, waiting."""
+    """Gets a POST with a JSON object: endpoint, url, model, waiting."""
     timeout: Annotated[float, duration("1s", "2h")] = 600.0
-    """Seconds in which the endpoint must be up. After that the webhook is called again, with a back-off."""
+    """The endpoint must be up by then; else the webhook is called again, with a back-off."""
 
     token: SecretStr | None = None
     """Sent to it as `Authorization: Bearer`. Write ${NAME} rather than the token."""

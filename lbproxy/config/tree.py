@@ -46,13 +46,12 @@ class DrainSettings(Section):
     """Shutdown."""
 
     deadline: Timeout = 120.0
-    """Seconds that running requests have to finish after SIGTERM. Must be below the supervisor's own kill timeout."""
+    """For running requests after SIGTERM. Must be below the supervisor's own kill timeout."""
     lame_duck: Annotated[float, duration("0s", "1h")] = 5.0
-    """The first seconds of these, in which all requests are still served, but connections are not kept alive: until the
-    load balancer in front has seen that /readyz fails. SIGINT skips them."""
+    """The first part of it, in which all requests are still served, until the load balancer in front has seen that
+    /readyz fails."""
     restart_deadline: Timeout = 3600.0
-    """Seconds that running requests have to finish after SIGUSR2, in the old process. A SIGTERM to that process sets
-    `deadline` instead."""
+    """For running requests after SIGUSR2, in the old process; a SIGTERM to it sets `deadline` instead."""
 
 
 class LogSettings(Section):
@@ -68,22 +67,19 @@ class Settings(Section):
     """Everything that a user can set."""
 
     listen: ListenSettings = ListenSettings(host="127.0.0.1", port=8080)
-    """Where clients connect. The default is reachable from this machine only, because without `auth` clients need no
-    key."""
+    """Where clients connect. By default this machine only, as clients need no key without `auth`."""
     admin: AdminSettings | None = AdminSettings(host="127.0.0.1", port=9901)
-    """The listener of /healthz, /readyz, /metrics and the admin API: a separate port, so that it responds under load.
-    null = off."""
+    """The listener of health, metrics and the admin API. null = off."""
     workers: Workers = 1
-    """Processes that relay requests, for more streams than one core can relay: docs/scale.md. 1 = everything in one
-    process; auto = one less than the cores that it may use."""
+    """Processes that relay requests: docs/scale.md. 1 = one process for all; auto = one less than the cores."""
     endpoints: tuple[EndpointSettings, ...] = Field(json_schema_extra={"minItems": 1, "maxItems": MAX_ENDPOINTS})
     """The model servers, at least one. Names and addresses are unique."""
     engines: dict[str, EngineSettings] = Field(default={}, json_schema_extra={"maxProperties": MAX_ENGINES})
-    """Engines that lbproxy does not know, or whose metrics have other names, by the name used in `engine`."""
+    """Engines that lbproxy does not know, or changes to known ones, by name."""
     hosts: dict[str, HostSettings] = Field(default={}, json_schema_extra={"maxProperties": MAX_HOSTS})
-    """How many endpoints of a group that shares GPUs may be awake, by the name used in `host`."""
+    """Groups of endpoints that share GPUs, by name."""
     models: dict[str, ModelSettings] = Field(default={}, json_schema_extra={"maxProperties": MAX_ALIASES})
-    """Names of your own for the models that the endpoints serve."""
+    """Names of your own for the endpoints' models."""
     routing: RoutingSettings = RoutingSettings()
     """How an endpoint is chosen for a request."""
     state: StateSettings = StateSettings()
@@ -111,12 +107,11 @@ class Settings(Section):
     dns: DnsSettings = DnsSettings()
     """Resolution of the names of `dns+http://` endpoints."""
     expose_endpoint: bool = True
-    """Responses have x-lbproxy-endpoint, the endpoint's name. false hides the fleet from clients."""
+    """Responses have x-lbproxy-endpoint. false hides the fleet from clients."""
     forwarded: ForwardedMode = "append"
-    """X-Forwarded-For, -Proto and -Host towards endpoints. append: add to the fields of `trusted_proxies`; replace: set
-    them to what lbproxy sees; "off": pass them unchanged. The first two drop the fields of other clients."""
+    """X-Forwarded-For, -Proto and -Host towards endpoints: docs/failures.md."""
     trusted_proxies: tuple[Network, ...] = Field(default=LOOPBACK, json_schema_extra={"maxItems": MAX_TRUSTED})
-    """Networks of the proxies in front of lbproxy, in CIDR notation. Unix sockets are trusted as well."""
+    """Networks of the proxies in front, in CIDR notation, whose X-Forwarded-* count."""
     auth: AuthSettings = AuthSettings()
     """Who may send requests."""
     cors: CorsSettings = CorsSettings()

@@ -65,16 +65,15 @@ class AdminSettings(Address):
     """Address of the admin listener: `host:port`, or a mapping."""
 
     token: Secret | None = None
-    """Required by everything except /healthz, /readyz and /metrics, as `Authorization: Bearer TOKEN`; 16 to 512
-    characters, or its `sha256:` digest. null = everything else is open to this machine only, and changes need a token
-    that lbproxy makes and its commands find."""
+    """Required by all but /healthz, /readyz and /metrics, as `Authorization: Bearer TOKEN`: 16 to 512 characters, or
+    its `sha256:` digest. null = open to this machine, and changes need a token that lbproxy makes."""
 
 
 class TlsSettings(Section):
     """HTTPS instead of HTTP. Both files are read again when they change."""
 
     cert: str
-    """PEM file with the certificate and the intermediate certificates."""
+    """PEM file with the certificate and the intermediate ones."""
     key: str
     """PEM file with its private key, without a passphrase."""
 
@@ -91,11 +90,10 @@ class ListenSettings(Address):
     """Where clients connect: `host:port`, or a mapping."""
 
     allowed_hosts: Annotated[tuple[str, ...], Field(json_schema_extra={"maxItems": MAX_ALLOWED_HOSTS})] = ()
-    """Names in the Host of requests that are served, besides localhost, *.localhost and loopback addresses. Only where
-    lbproxy listens on loopback and needs no keys: there it refuses others, and web pages of other origins than `cors`
-    has, which any page could have a browser send."""
+    """Where lbproxy listens on loopback without keys, only these names in Host are served, and localhost, *.localhost
+    and loopback addresses; and only web pages of `cors`."""
     tls: TlsSettings | None = None
-    """The certificate for HTTPS, TLS 1.2 and later; a reload changes it. null = plain HTTP."""
+    """The certificate for HTTPS. null = plain HTTP."""
 
     @field_validator("allowed_hosts", mode="after")
     @classmethod
@@ -124,10 +122,9 @@ class KeySettings(ShortSection):
     """One API key: its text, or a mapping."""
 
     name: str = ""
-    """The name of the key in logs: 1 to 64 letters, digits and `._-`. Two keys may have the same name, for example
-    while one is replaced. Default: `key-` and its position in the list."""
+    """Its name in logs: 1 to 64 letters, digits and `._-`; two keys may share one. Default: `key-` and its position."""
     key: Secret
-    """The key's text, 16 to 512 characters that `Authorization: Bearer KEY` can carry, or `sha256:` and its digest."""
+    """16 to 512 characters that `Authorization: Bearer KEY` can carry, or `sha256:` and their digest."""
 
     @model_validator(mode="before")
     @classmethod
@@ -146,10 +143,9 @@ class AuthSettings(Section):
     """Who may send requests."""
 
     keys: tuple[KeySettings, ...] = ()
-    """API keys. Each request to `listen` must have one of them. No keys here and no `file` = no key is needed."""
+    """API keys, of which each request to `listen` must have one. None here and no `file` = no key is needed."""
     file: str | None = None
-    """A file with more keys: one `NAME: KEY` per line, read again when it changes; its path is relative to lbproxy's
-    working directory. It must have at least one."""
+    """A file with more keys, at least one, read again when it changes; relative to lbproxy's working directory."""
 
     @field_validator("keys", mode="after")
     @classmethod

@@ -20,13 +20,12 @@ class Address(ShortSection):
     """Where lbproxy listens: `host:port`, `[ipv6]:port`, `unix:/path`, or a mapping."""
 
     unix: str | None = None
-    """Instead of host and port: the absolute path of a Unix socket, at most 107 bytes. A socket file without a
-    listening process is replaced; the file stays when lbproxy stops."""
+    """Instead of host and port: the absolute path of a Unix socket, at most 107 bytes."""
     mode: str = "0660"
-    """File mode of the Unix socket, in octal: write permission is needed to connect."""
+    """The socket's file mode, in octal: clients need write permission."""
     host: str = ""
     """An IP address or a name; required without `unix`. 0.0.0.0 = every IPv4 address of this machine, `::` = every
-    address of both kinds; neither is ever a default."""
+    address."""
     port: Port = 0
     """Required with `host`. 0 = any free port, which the log shows."""
 
@@ -107,23 +106,20 @@ class TimeoutSettings(Section):
     minutes."""
 
     connect: Timeout = 1.0
-    """Seconds for a TCP connection to an endpoint; then the next endpoint is tried."""
+    """For a TCP connection to an endpoint; then the next is tried."""
     first_byte: Timeout = 600.0
-    """Seconds from sending a request to an endpoint until its response begins (of a stream: the first event); a long
-    prompt may queue. 600 s is the OpenAI client's own limit."""
+    """Until a response begins (of a stream: the first event). 600 s is the OpenAI client's own limit."""
     stream_idle: Timeout = 300.0
-    """Seconds without a byte from the endpoint after the response has begun; on a WebSocket without a byte from either
-    side, until both are pinged."""
+    """Without a byte from the endpoint within a response; on a WebSocket from either side, until both are pinged."""
     client_head: Timeout = 10.0
-    """Seconds for a request's head, from its first byte; for the first request, from the connection (HAProxy's
-    advice)."""
+    """For a request's head, from its first byte; for the first request, from the connection."""
     client_body: Timeout = 3600.0
-    """Seconds for a complete request body to arrive: a high limit, because `limits.body_rate` ends slow ones."""
+    """For a complete request body: high, because `limits.body_rate` ends slow ones."""
     client_stall: Timeout = 60.0
-    """Seconds in which a client must read some of the data that waits for it, at least 1 KiB for each; then it is
-    disconnected (nginx's default)."""
+    """Time in which a client must read some of the data that waits for it, 1 KiB/s on average; else it is
+    disconnected."""
     client_idle: Timeout = 75.0
-    """Seconds that a client's idle connection is kept open (nginx's default)."""
+    """A client's idle connection is kept open for this long."""
 
 
 _BODY = size("1KiB", "1GiB")
@@ -135,21 +131,18 @@ class LimitSettings(Section):
     """Limits of what lbproxy holds in memory for clients."""
 
     json_body: Annotated[int, _BODY] = _BODY_BYTES
-    """Bytes of a JSON request body, including images; larger ones get 413. Also of a WebSocket frame. If only body is
-    lowered, this is lowered too."""
+    """A JSON request body, images included, or a WebSocket frame; larger ones get 413. Lowered with body."""
     body: Annotated[int, _BODY] = _BODY_BYTES
-    """Bytes of any other request body (audio, images); at least json_body."""
+    """Any other request body (audio, images); at least json_body."""
     body_rate: Annotated[int, size("1", "1GiB")] = 16 * 1024
-    """Minimum bytes per second of a request body, after its first 10 s; slower ones only hold memory and get 408. A
-    body that was faster may stand still for 20 s."""
+    """Bytes per second of a request body, after its first 10 s; slower ones get 408. A faster one may stand still for
+    20 s."""
     connections: Annotated[int, count("1", "1000000")] = 10_000
-    """Client connections at a time; also at most 45 % of the process's limit of file descriptors."""
+    """Client connections; also at most 45 % of the file descriptors."""
     buffered_bodies: Annotated[int, size("1MiB", "1024GiB")] | None = None
-    """Bytes of all request bodies in memory; a request that would exceed it gets 503, unless one that still arrives and
-    is much larger or slower gets it instead. null = a quarter of memory, at most 512 MiB."""
+    """All request bodies in memory; more get 503. null = a quarter of memory, at most 512 MiB."""
     memory: Annotated[int, size("16MiB", "1024GiB")] | None = None
-    """Memory limit of lbproxy in bytes: at 92 % of it, new requests get 503. null = the limit of its cgroup, else the
-    machine's memory."""
+    """At 92 % of it, new requests get 503. null = the limit of the cgroup, else the machine's memory."""
 
     @model_validator(mode="before")
     @classmethod

@@ -34,8 +34,7 @@ class CorsSettings(Section):
         tuple[Annotated[str, AfterValidator(_check_origin)], ...],
         Field(json_schema_extra={"maxItems": MAX_ORIGINS, "items": {"type": "string"}}),
     ] = ()
-    """The origins of these pages, such as https://chat.example, or '*' for all. None = endpoints' own CORS headers pass
-    unchanged."""
+    """Such as https://chat.example, or '*' for all. None = endpoints' own CORS headers pass."""
 
     @field_validator("origins", mode="after")
     @classmethod

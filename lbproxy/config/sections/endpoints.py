@@ -62,12 +62,12 @@ class EndpointTls(Section):
     """How an https endpoint's certificate is verified."""
 
     ca: str | None = None
-    """PEM file of the trusted CA certificates, relative to the settings file. null = those that this machine trusts."""
+    """PEM file of trusted CA certificates, relative to the settings file. null = those that this machine trusts."""
     verify: bool = True
-    """false = any certificate of any name is accepted: an attacker in between can read and change everything. A warning
-    is logged."""
+    """false = any certificate is accepted: an attacker in between can read and change everything. A warning is
+    logged."""
     server_name: str | None = None
-    """The name that the certificate must have, also sent as SNI and `Host`. null = the URL's host or DNS name."""
+    """The name that the certificate must have, also sent as SNI and `Host`. null = the URL's."""
 
     @field_validator("ca", mode="after")
     @classmethod
@@ -94,86 +94,72 @@ class EndpointSettings(ShortSection):
     """One model server, or all servers of a DNS name or a file: a URL, or a mapping."""
 
     url: str
-    """`http://host:port`; `dns+http://name:port` = every address of the name; `srv+http://name` = every server of its
-    SRV records; or these with https. Default port: 80, with https 443. A single server may have a path, as in the
-    `base_url` of OpenAI's SDK: `https://host/openai/v1`. `unix:/path` = a server on a Unix socket of this machine.
-    `file:path` = the endpoints that a file lists."""
+    """`http://host:port` = one server; `dns+http://name:port` = every address of the name; `srv+http://name` = every
+    server of its SRV records; or these with https. One server may have a path: `https://host/openai/v1`. `unix:/path` =
+    a Unix socket of this machine. `file:path` = the endpoints that a file lists."""
     name: str = ""
-    """Its name in logs, metrics and responses: 1 to 64 letters, digits and `._:[]-`. Default: the URL's host:port, or
-    the name of its socket or file."""
+    """In logs, metrics and responses: 1 to 64 letters, digits and `._:[]-`. Default: host:port, or the name of socket
+    or file."""
     engine: str = "auto"
-    """The server's software, which decides the names of its metrics: a built-in engine or one of `engines`. `auto` =
-    detected from its metrics. `lbproxy` = another lbproxy, whose `x-lbproxy-reason` is believed; never detected."""
+    """The server's software: a built-in engine or one of `engines`. `auto` = detected from its metrics. `lbproxy` =
+    another lbproxy, whose `x-lbproxy-reason` is believed; never detected."""
     metrics: ShownUrl | None = "auto"
-    """Where its metrics are: `auto` (the engine's usual place), a path, `:port/path` on the same host, an absolute URL
-    (for a single server only), or null = not scraped: the default with `engine: lbproxy`."""
+    """A path, `:port/path`, an absolute URL (of a single server), `auto` (the engine's usual place), or null = not
+    scraped: the default with `engine: lbproxy`."""
     health: ShownUrl | None = "/health"
-    """Path of the health check, which returns a status below 500 while the server is alive. null = not probed: up until
-    requests fail."""
+    """Path of the health check: a status below 500 means alive. null = not probed: up until requests fail."""
     models: tuple[str, ...] | None = None
-    """A list of models: it serves exactly these, and its model list is not read. null = the models in its
-    /v1/models."""
+    """It serves exactly these. null = those of its /v1/models."""
     model: str | None = None
-    """Its own name of the model, sent to it in place of those in `models`, which is required then. null = it knows them
-    by their names."""
+    """Its own name of the model, sent in place of those in `models`, which is required then."""
     tier: Tier = 1
-    """1 to 9. An endpoint is used only if no endpoint of a lower tier can take the request: docs/overflow.md."""
+    """It is used only if no endpoint of a lower tier can take the request: docs/overflow.md."""
     max_in_flight: Limit = None
     """Requests in flight there. null = `admission.max_in_flight_per_endpoint`."""
     requests_per_minute: Limit = None
-    """Requests that it gets a minute; others go elsewhere, or wait. null = no limit."""
+    """More go elsewhere, or wait. null = no limit."""
     tokens_per_minute: Limit = None
-    """Tokens of prompts and responses, likewise. null = no limit."""
+    """Of prompts and responses, likewise."""
     tokens_per_day: Annotated[int, count("1", "1000000000000")] | None = None
-    """Tokens of prompts and responses in any 24 hours. With `state.file` also those before a restart of lbproxy.
-    null = no limit."""
+    """Of prompts and responses in any 24 hours; with `state.file` also those before a restart."""
     weight: Annotated[float, Quantity("0.001", "100000", "a number", whole=False)] = 1.0
-    """Its capacity relative to the others: for least-request, p2c and random. adaptive and min-ttft use it as the speed
-    until they have measured the speed; other policies ignore it."""
+    """Relative capacity, for least-request, p2c and random; for adaptive and min-ttft the speed until it is
+    measured."""
     kv_cache_tokens: Annotated[int, count("1000", "1000000000")] | None = None
-    """Size of its KV cache in tokens, as vLLM prints it at its start: `GPU KV cache size: 307,200 tokens`. Has
-    precedence over what the server reports. null = from its metrics, or from the info page of SGLang and llama.cpp;
-    else learned."""
+    """Size of its KV cache, as vLLM prints it: `GPU KV cache size: 307,200 tokens`. Precedes what the server reports.
+    null = reported, else learned."""
     ranks: Ranks = "auto"  # type: ignore[assignment]  # read like what a file says
-    """Data-parallel ranks behind the URL. Each is an endpoint of its own, `name#0` and so on, and weight and
-    kv_cache_tokens are those of each; requests name it in `X-data-parallel-rank`. `auto` = as many as its metrics show
-    (vLLM, SGLang). 1 = one endpoint: the server distributes the requests itself."""
+    """Data-parallel ranks behind the URL, each an endpoint `name#0` and so on, to which weight and kv_cache_tokens
+    apply. `auto` = as its metrics show (vLLM, SGLang). 1 = the server distributes the requests itself."""
     role: Literal["auto", "both", "prefill", "decode"] = "auto"
-    """Where prefill and decode are apart (docs/disaggregation.md): what it does of a request. `auto` = as the engine
-    says (SGLang); else all of it."""
+    """Where prefill and decode are apart (docs/disaggregation.md). `auto` = as the engine says (SGLang), else both."""
     connector: Literal["auto", "nixl", "shared-storage", "mooncake", "sglang"] = "auto"
-    """How prefill hands the KV cache of a prompt to decode: both ends have the same. `auto` = as the engine shows (vLLM
-    with NIXL or Mooncake, SGLang)."""
+    """How prefill hands the KV cache to decode, the same at both ends. `auto` = as the engine shows (vLLM with NIXL or
+    Mooncake, SGLang)."""
     bootstrap_port: Annotated[int, count("1", "65535")] | None = None
-    """Of a prefill endpoint with connector mooncake or sglang: where decode finds it. null = as SGLang says, else
-    8998."""
+    """Where decode finds a prefill endpoint with connector mooncake or sglang. null = as SGLang says, else 8998."""
     kv_events: str | None = None
-    """Where the server publishes KV events over ZMQ (vLLM, SGLang), rank n at the port above it by n: `tcp://host:port`,
-    `:port` (on the endpoint's host), or `bind tcp://*:port` for a server that connects. Needs the extra kv-events. null
-    = not read."""
+    """Where it publishes KV events over ZMQ (vLLM, SGLang): `tcp://host:port`, `:port`, or `bind tcp://*:port` for a
+    server that connects; rank n at the port above it by n. Needs the extra kv-events."""
     kv_events_replay: str | None = None
-    """Where it replays events that were lost: `tcp://host:port`, or `:port`. null = lost events are not asked for."""
+    """Where it replays lost events: `tcp://host:port`, or `:port`. null = they are not asked for."""
     wake: bool = False
-    """It may be asleep (vLLM's sleep mode, docs/sleep.md): it is woken when requests wait for its models."""
+    """It may be asleep (vLLM's sleep mode, docs/sleep.md), and is woken when requests wait for its models."""
     sleep_after: Annotated[float, duration("1s", "168h")] | None = None
-    """Seconds without a request after which it is put to sleep. Needs wake. null = only if another of its `host` is
+    """It is put to sleep after this time without a request. Needs wake. null = only if another of its `host` is
     wanted."""
     sleep_level: Literal[1, 2] = 1
-    """1: its weights stay in its memory, outside the GPU. 2: they are discarded, and it reads them again when it
-    wakes."""
+    """1: its weights stay in its memory, outside the GPU. 2: it reads them again when it wakes."""
     host: str | None = None
-    """Name of a group of endpoints that share GPUs, of which only one is awake at a time, or as many as `hosts` says.
-    Needs wake or cold_start."""
+    """Name of a group that shares GPUs, of which only as many are awake as `hosts` says. Needs wake or cold_start."""
     cold_start: ColdStartSettings | None = None
-    """A webhook that starts it when requests wait and it is not there. Needs models."""
+    """A webhook that starts it when requests wait for it. Needs models."""
     api_key: SecretStr | None = None
     """Sent to it as `Authorization: Bearer`, instead of the client's. Write ${NAME} rather than the key."""
     forward_headers: tuple[str, ...] = ()
-    """Names of further header fields of clients that it gets above tier 1, where all but a few are held back:
-    docs/overflow.md."""
+    """Further header fields of clients that it gets above tier 1: docs/overflow.md."""
     proxy: ProxyUrl | None = None
-    """`http://[user:password@]host:port`: the forward proxy for all connections to it, by CONNECT, also with http. User
-    and password are URL-encoded: `@` is `%40`. Write ${NAME} rather than the password."""
+    """Forward proxy: `http://[user:password@]host:port`, URL-encoded."""
     tls: EndpointTls = EndpointTls()
     """Certificate verification, for https."""
 
@@ -454,11 +440,11 @@ class DnsSettings(Section):
     """Resolution of the names of `dns+` and `srv+` endpoints. Requests never wait for it."""
 
     nameservers: tuple[str, ...] | None = None
-    """A list of nameservers as `ip` or `ip:port`, at most 8. null = the system's: hosts file, then resolv.conf."""
+    """`ip` or `ip:port`, at most 8. null = the system's: hosts file, then resolv.conf."""
     interval: Interval = 5.0
-    """Seconds between two resolutions of a name, whatever its TTL. A failed one changes nothing."""
+    """Between two resolutions of a name, whatever its TTL. A failed one changes nothing."""
     timeout: Timeout = 2.0
-    """Seconds for one resolution in total; each nameserver is queried twice in that time."""
+    """For one resolution; each nameserver is queried twice in that time."""
 
     @field_validator("nameservers", mode="before")
     @classmethod
@@ -487,14 +473,13 @@ class ScrapeSettings(Section):
     """Reading the endpoints' own metrics."""
 
     interval: Interval = 0.2
-    """Seconds between two scrapes of an endpoint. Gauges are at most this old; our own count of requests is added. 2.5
-    times as long for an endpoint without requests, longer with more than 100 endpoints; at most half of stale_after."""
+    """Between two scrapes. 2.5 times as long for an idle endpoint, longer with more than 100 endpoints."""
     timeout: Timeout = 0.5
-    """Seconds a scrape may take."""
+    """Of a scrape."""
     stale_after: Timeout = 2.0
-    """Seconds after which gauges are not used any more, but only our own count of requests in flight."""
+    """Gauges that are older are not used, only our own count of requests."""
     page: Annotated[int, size("1KiB", "64MiB")] = 2 * 1024**2
-    """Maximum bytes of a metrics page; vLLM's has 48 to 64 KB. A longer page is a failed scrape."""
+    """Longest metrics page (vLLM's: 64 KB)."""
 
     @field_validator("stale_after", mode="after")
     @classmethod

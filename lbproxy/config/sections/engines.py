@@ -205,26 +205,26 @@ class EngineSettings(Section):
     """Where an engine exports its load. null keeps the built-in value; an engine of your own has no built-in values."""
 
     metrics_path: ShownUrl | None = None
-    """Path of the metrics page, for endpoints with `metrics: auto`. null = /metrics."""
+    """For endpoints with `metrics: auto`. null = /metrics."""
     metrics_port: Port | None = None
-    """Port of the metrics page, on the endpoint's host. null = the endpoint's own."""
+    """On the endpoint's host. null = the endpoint's own."""
     queued: Requests | None = None
-    """Requests that wait in the engine: the signal `waiting`. Summed over all series that match."""
+    """Requests that wait in the engine (signal `waiting`), summed over matching series."""
     running: Requests | None = None
-    """Requests that run in the engine: the signal `running`. Summed over all series that match."""
+    """Requests that run in the engine, summed."""
     kv_utilization: Share | None = None
-    """Share of the KV cache in use, 0 to 1. Averaged over series, by blocks if those are known."""
+    """Share of the KV cache in use, 0 to 1, averaged, by blocks if known."""
     block_size_tokens: Fact | None = None
     """Tokens in a block of the cache."""
     kv_blocks: Fact | None = None
-    """Blocks of the cache. Summed over all series that match."""
+    """Blocks of the cache, summed."""
     work: Requests | None = None
-    """Counters that move with each step of computation, to distinguish a hanging engine from a busy one. Summed."""
+    """Counters that move with each step of computation, to tell a hanging engine from a busy one. Summed."""
     lora: Requests | None = None
     """A family with the labels of `vllm:lora_requests_info`, whose value is the time."""
     load_reports: bool | None = None
-    """Request load reports in response headers (ORCA). null = as built in: only from vLLM, if a single process reports
-    the complete load."""
+    """Request load reports in response headers (ORCA). null = only from vLLM, if one process reports the complete
+    load."""
 
     @field_validator("metrics_path", mode="after")
     @classmethod

@@ -24,37 +24,36 @@ class FlowSettings(Section):
     """Share, priority and limits of one flow."""
 
     weight: Weight = 1.0
-    """Its share of the work relative to other flows, while requests of several flows wait."""
+    """Its share of the work relative to other flows that wait."""
     priority: Priority = 0
-    """Priority of its requests without `x-lbproxy-priority`. Higher goes first; the lowest is refused first."""
+    """Of its requests without `x-lbproxy-priority`. Higher goes first; the lowest is refused first."""
     max_priority: Priority | None = None
-    """Highest priority that its requests may set. null = any, if clients need no API key; with keys, `priority`, so
-    that a client cannot put itself before others."""
+    """Highest that its requests may set. null = any; with API keys `priority`, so that no client puts itself before
+    others."""
     in_flight: Limit = None
-    """Its requests in flight at endpoints; more wait in the queue. null = no limit."""
+    """Its requests in flight at endpoints; more wait. null = no limit."""
     requests_per_minute: Limit = None
-    """More get 429. After an idle minute this many at once, then evenly. null = no limit."""
+    """More get 429; after an idle minute this many at once."""
     tokens_per_minute: Limit = None
-    """Tokens of prompts and responses, as endpoints count them; 429 while more were used. null = no limit."""
+    """Of prompts and responses, as endpoints count them; 429 while more were used."""
 
     max_tier: Annotated[int, count("1", "9")] | None = None
-    """The highest tier of endpoints that its requests may go to: 1 keeps prompts on the first. Holds for the flow, and
-    for the API key of that name whichever flow its requests choose. null = any."""
+    """The highest tier for its requests: 1 keeps prompts on the first. Holds for the API key of that name, too,
+    whichever flow its requests choose."""
 
 
 class FlowsSettings(Section):
     """Fair shares of capacity between the flows of different clients."""
 
     header: bool | None = None
-    """Whether `x-lbproxy-flow` selects the flow of a request. false = the flow is the name of its API key. null = true
-    if clients need no API key."""
+    """Whether `x-lbproxy-flow` selects the flow. false = the flow is the name of the API key. null = true if clients
+    need no key."""
     half_life: Annotated[float, duration("1s", "1h")] = 30.0
-    """Seconds in which half of what a flow got beyond its share is forgotten."""
+    """Time in which half of what a flow got beyond its share is forgotten."""
     default: FlowSettings = FlowSettings()
     """For each flow that is not named here. Requests without a flow are one flow together."""
     named: dict[str, FlowSettings] = Field(default={}, json_schema_extra={"maxProperties": MAX_NAMED})
-    """Settings by the flow's name, which is the API key's or the header's. Keys that are missing here are those of
-    `default`."""
+    """By the flow's name, which is the API key's or the header's. What is missing here is that of `default`."""
 
     @field_validator("named", mode="after")
     @classmethod

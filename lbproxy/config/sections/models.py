@@ -23,10 +23,9 @@ class ModelSettings(Section):
     """What a model name stands for: another model, or several by weight. One of the two keys."""
 
     to: str | None = None
-    """The model as which requests for this name are sent."""
+    """The model as which its requests are sent."""
     split: dict[str, Share] | None = None
-    """Models and weights: each request is sent as one of them; requests of one session (x-session-id) as the same
-    one."""
+    """Models and weights: each request is sent as one of them, those of one x-session-id as the same."""
 
     @field_validator("to", mode="after")
     @classmethod

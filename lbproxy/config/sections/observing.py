@@ -25,19 +25,19 @@ class TraceSettings(Section):
     """OpenTelemetry traces: need the extra `otel`."""
 
     endpoint: str | None = None
-    """URL of a collector that accepts OTLP over HTTP: `http://collector:4318`; `/v1/traces` is added if it has no path.
-    null = no traces: nothing is imported, and clients' trace headers pass unchanged."""
+    """A collector of OTLP over HTTP: `http://collector:4318`, without a path `/v1/traces`. null = no traces; clients'
+    trace headers pass."""
     sample_ratio: Annotated[float, Quantity("0", "1", "a number", whole=False)] = 1.0
-    """Share of requests that are traced, of those without a client's sampling decision."""
+    """Share of requests traced, of those without a client's sampling decision."""
     follow_clients: bool = True
-    """A client's `traceparent` decides whether its request is traced. false = sample_ratio decides for all requests, so
-    that no client can have all of its own traced; the trace context is still propagated."""
+    """A client's `traceparent` decides whether its request is traced. false = sample_ratio decides for all; the context
+    is still propagated."""
     service_name: str | None = None
-    """The service name in traces. null = OTEL_SERVICE_NAME, else `lbproxy`."""
+    """null = OTEL_SERVICE_NAME, else `lbproxy`."""
     headers: dict[str, SecretStr] = Field(default={}, json_schema_extra={"maxProperties": MAX_HEADERS})
-    """Headers for the collector. Write ${NAME} rather than a secret."""
+    """For the collector. Write ${NAME} rather than a secret."""
     timeout: Timeout = 10.0
-    """Seconds for one export, with its retries; then its spans are lost."""
+    """For one export, with its retries; then its spans are lost."""
     queue_requests: Annotated[int, count("1", "100000")] = 2048
     """Requests whose spans wait for the collector; further ones are lost, and counted."""
 
@@ -79,10 +79,10 @@ class ExplainSettings(Section):
     """Why requests went where they went: `lbproxy explain`, /admin/decisions."""
 
     requests: Annotated[int, count("0", "100000")] = 1000
-    """Recent requests that are remembered with their decisions, 1 to 6 KB each. 0 = none."""
+    """Recent requests remembered with their decisions, 1 to 6 KB each."""
     header: bool = False
-    """The response to a request with `x-lbproxy-explain: 1` has the decision in a header of that name, if
-    expose_endpoint is true too. It reveals the names and the load of endpoints to clients."""
+    """`x-lbproxy-explain: 1` on a request puts the decision into a response header of that name, if expose_endpoint is
+    true. It reveals the names and load of endpoints."""
 
     @property
     def wanted(self) -> bool:
@@ -96,4 +96,4 @@ class AutoscalingSettings(Section):
     ttft: Timeout = 2.0
     """The time to the first token that 95 % of requests are to have."""
     window: Annotated[float, duration("10s", "24h")] = 300.0
-    """Fewer endpoints are recommended when they have been enough for this long; more are recommended at once."""
+    """Fewer endpoints are recommended when they have been enough for this long; more at once."""

@@ -24,15 +24,14 @@ class ReplicasSettings(Section):
     extra `replicas`."""
 
     url: SecretStr | None = None
-    """Of the Redis or Valkey server: redis://host:6379/0, rediss:// with TLS, unix:///path, redis+sentinel://host:26379,
-    host:26379/service, redis+cluster://host:6379; options of redis-py after a `?`. Write ${NAME} for a password.
-    null = this is the only lbproxy, or none knows of another."""
+    """The Redis or Valkey server: redis://host:6379/0, rediss:// with TLS, unix:///path, redis+sentinel://host:26379,
+    host:26379/service, redis+cluster://host:6379; options of redis-py after a `?`."""
     name: Annotated[str, Field(pattern=_NAME)] | None = None
-    """The name of this one, in logs and on pages. null = the host name."""
+    """Of this one, in logs and on pages. null = the host name."""
     pool: Annotated[str, Field(pattern=_NAME)] = "default"
-    """Those with the same pool know of each other. They should have the same endpoints, models, flows and policy."""
+    """Those with the same pool know of each other, and should have the same endpoints, models, flows and policy."""
     interval: Annotated[float, duration("5ms", "10s")] = 0.05
-    """Seconds between two batches under load; the first after a pause is sent at once."""
+    """Between two batches under load."""
 
     @field_validator("url", mode="after")
     @classmethod

@@ -36,15 +36,15 @@ class RoutingSettings(Section):
     """How an endpoint is chosen for a request."""
 
     policy: PolicyName = "adaptive"
-    """The routing policy. adaptive predicts the cost of a request on each endpoint; least-request counts requests."""
+    """adaptive predicts the cost of a request on each endpoint. All of them: docs/routing.md."""
     scorers: dict[ScorerName, Weight] | None = None
-    """Only with policy `weighted`: scorer -> weight above 0. Only the proportions of the weights matter."""
+    """Only with policy `weighted`: scorers and weights, of which only proportions matter."""
     split: SplitRule = "priced"  # type: ignore[assignment]  # read like what a file says
-    """Where prefill and decode are apart: `priced` = a request is split where that costs less, under policy adaptive,
-    and always under others; `always`; `never`; or a number: if more tokens of its prompt are cached nowhere."""
+    """Whether prefill and decode are apart: `priced` = where that costs less (policy adaptive; others always); a
+    number: if more tokens of the prompt are cached nowhere."""
     prefix_memory: Annotated[int, size("1MiB", "1024GiB")] = 600 * 1024**2
-    """Memory for the index of the endpoints' prefix caches, for policies that use it: at most 600 bytes for each block
-    of 1 KiB of prompts, a tenth of that where they are long. When it is full, the oldest entries are removed."""
+    """For the index of the endpoints' prefix caches, at most 600 bytes for each 1 KiB of prompts. When it is full, the
+    oldest entries go."""
 
     @field_validator("scorers", mode="after")
     @classmethod
@@ -63,37 +63,36 @@ class AdmissionSettings(Section):
     queue_requests: Annotated[int, count("0", "1000000")] = 1024
     """Requests that may wait; one more gets 429. 0 = no queue."""
     queue_bytes: Annotated[int, size("0", "1024GiB")] = 256 * 1024**2
-    """Bytes of the bodies of all waiting requests: long prompts fill memory before they reach the limit of requests."""
+    """Of the bodies of all waiting requests."""
     queue_timeout: Timeout = 30.0
-    """Seconds that a request may wait before it gets 429: by then most clients have given up."""
+    """A request that waited this long gets 429: by then most clients have given up."""
     max_in_flight_per_endpoint: Annotated[int, count("1", "1000000")] | None = None
-    """Requests in flight at one endpoint; more wait in the queue. null = no fixed limit."""
+    """More wait in the queue. null = no fixed limit."""
     hold: bool | None = None
-    """Hold a request in the queue while its best endpoint is full (docs/routing.md, Room), and place it when there is
-    room. For policy adaptive. null = true, but false with order fcfs."""
+    """Hold a request while its best endpoint is full (docs/routing.md, Room). For policy adaptive. null = true, but
+    false with order fcfs."""
     order: Literal["shortest", "fcfs"] = "shortest"
-    """The order of waiting requests: least prefill work first, where age counts too (if the policy knows the work), or
-    first come, first served. A higher priority goes before both."""
+    """Least prefill work first, where age counts too (if the policy knows the work), or first come, first served. A
+    higher priority goes before both."""
 
 
 class OverflowSettings(Section):
     """When requests go to endpoints of a higher tier (docs/overflow.md)."""
 
     after: Annotated[float, duration("0s", "1h")] | None = None
-    """A request goes to a higher tier if it would wait longer than this for a lower one, as predicted, or has waited so
-    long. null = only if no endpoint of a lower tier can take it: all are down, or it would be refused."""
+    """A request goes to a higher tier if it would wait, or has waited, longer than this. null = only if no endpoint of
+    a lower tier can take it."""
 
 
 class RetrySettings(Section):
     """Retries after an endpoint fails a request before the first byte of the response."""
 
     attempts: Annotated[int, count("1", "10")] = 3
-    """Attempts in total, each on another endpoint. Client libraries multiply this by their own three."""
+    """In total, each on another endpoint. Client libraries multiply this by their own three."""
     budget_ratio: Annotated[float, Quantity("0", "10", "a ratio", whole=False)] = 0.2
-    """Retry budget: retries per request of the last 10 s, for the whole pool. Retries after a failed connect are
-    free."""
+    """Retries per request of the last 10 s, for the whole pool. After a failed connect they are free."""
     budget_per_second: Annotated[float, Quantity("0", "100000", "a rate", whole=False)] = 10.0
-    """Additional retries per second, so that a pool with few requests can retry too."""
+    """Additional retries per second, for pools with few requests."""
 
 
 class StateSettings(Section):
@@ -101,13 +100,11 @@ class StateSettings(Section):
     was used of endpoints' limits per minute and day, and how long servers take to wake."""
 
     file: str | None = None
-    """The file: read at the start, written regularly and at the end; its folder must be writable. If it is lost,
-    lbproxy starts as new. null = nothing is kept."""
+    """Read at the start, written regularly and at the end, in a writable folder. null = nothing is kept."""
     prefixes: bool = True
-    """Keep which prompts each endpoint has cached too, as hashes; for 5 minutes. Some 12 MB if `prefix_memory` is full
-    of long prompts, at most 100 MB."""
+    """Keep hashes of the prompts that each endpoint has cached, for 5 minutes: some 12 MB, at most 100."""
     interval: Annotated[float, duration("1s", "1h")] = 30.0
-    """Seconds between two writes."""
+    """Between two writes."""
 
     @field_validator("file", mode="after")
     @classmethod
