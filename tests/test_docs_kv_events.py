@@ -8,23 +8,18 @@ import re
 from lbproxy.control.families.endpoints import cache_families
 from lbproxy.control.families.kv_events import kv_families
 from lbproxy.core.engines.kv_events import Problem
-from tests.support.docs import DOCS, expect_generated, table
+from tests.support.docs import DOCS, expect_generated, family_lines
 from tests.support.kv_events import FakeKvEvents, snapshot
 
 
 def test_metrics_has_every_family_of_kv_events() -> None:
-    rows = []
-    for family in (*cache_families([snapshot(3_200, 0.25)]), *kv_families(FakeKvEvents())):
-        assert family.samples, family.name
-        name = f"{family.name}_total" if family.type == "counter" else family.name
-        labels = dict.fromkeys(label for sample in family.samples for label in sample.labels)
-        rows.append([f"`{name}`", family.type, ", ".join(labels), family.documentation])
-    expect_generated(DOCS / "metrics.md", "families of KV events", table(["family", "type", "labels", "meaning"], rows))
+    lines = family_lines([*cache_families([snapshot(3_200, 0.25)]), *kv_families(FakeKvEvents())])
+    expect_generated(DOCS / "metrics.md", "families of KV events", lines)
 
 
 def test_each_kind_of_problem_is_explained() -> None:
     rows = re.findall(r"^\| (`[a-z`, ]+`) \|", (DOCS / "kv-events.md").read_text(), re.MULTILINE)
     kinds = {one.value for one in Problem}
     assert kinds <= {word.strip("` ") for row in rows for word in row.split(",")}
-    labels = (DOCS / "metrics.md").read_text().partition("| `problem` | ")[2].partition(":")[0]
+    labels = (DOCS / "metrics.md").read_text().partition("- `problem`: ")[2].partition(":")[0]
     assert {word.strip("` ") for word in labels.split(",")} == kinds

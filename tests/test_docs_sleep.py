@@ -12,7 +12,7 @@ from lbproxy.core.endpoints.state import EndpointState, snapshot_of
 from lbproxy.core.observed.snapshot import PoolSnapshot
 from lbproxy.core.sleeping.phase import TABLE, Phase
 from lbproxy.core.sleeping.sleepers import SleepSnapshot
-from tests.support.docs import DOCS, expect_generated, table
+from tests.support.docs import DOCS, expect_generated, family_lines, table
 
 MEANINGS = {
     Phase.UNKNOWN: "not asked yet, or down",
@@ -43,13 +43,8 @@ def snapshot() -> PoolSnapshot:
 
 
 def test_metrics_has_every_family_of_sleep() -> None:
-    rows = []
-    for family in sleep_families(FakeSleeping(), snapshot()):
-        assert family.samples, family.name
-        name = f"{family.name}_total" if family.type == "counter" else family.name
-        labels = dict.fromkeys(label for sample in family.samples for label in sample.labels if label != "le")
-        rows.append([f"`{name}`", family.type, ", ".join(labels) or "-", family.documentation])
-    expect_generated(DOCS / "metrics.md", "families of sleep", table(["family", "type", "labels", "meaning"], rows))
+    lines = family_lines(sleep_families(FakeSleeping(), snapshot()))
+    expect_generated(DOCS / "metrics.md", "families of sleep", lines)
 
 
 def test_the_current_state_and_only_that_is_1() -> None:

@@ -21,7 +21,7 @@ from lbproxy.core.endpoints.health import Health
 from lbproxy.core.sleeping.phase import Phase
 from tests.support.aio import run, until
 from tests.support.compose import BASE, PROMETHEUS, project
-from tests.support.docs import DOCS, ROOT, cells, generated
+from tests.support.docs import DOCS, ROOT, cells, families
 from tests.support.process import lbproxy, mock
 from tests.support.promql import asked
 
@@ -74,24 +74,20 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
             body = {"model": "sim", "prompt": "x", "max_tokens": 2, "stream": stream}
             assert httpx.post(f"{url}/v1/completions", json=body, timeout=30).status_code == 200
         text = httpx.get(f"{admin}/metrics").text
-    documented = {row[0].strip("`"): row for row in cells(generated(DOCS / "metrics.md", "families"))}
+    documented = {family.name: family for family in families("families")}
     found: defaultdict[str, set[str]] = defaultdict(set)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             found[sample.name] |= {*sample.labels, *SCRAPED}
         name = f"{family.name}_total" if family.type == "counter" else family.name
         if not family.samples and name in documented:
-            found[name] |= {*documented[name][2].split(", "), *SCRAPED}
-    for name, _, labels, *_ in cells(generated(DOCS / "metrics.md", "families of replicas")):
-        if labels == "replica":  # of another one, and there is none
-            found[name.strip("`")] |= {labels, *SCRAPED}
-    apart = ("split requests", "tiers", "sleep")
-    pages = [generated(DOCS / "metrics.md", f"families of {what}") for what in apart]
-    for name, kind, labels, *_ in [row for page in pages for row in cells(page)]:
-        suffixes = ("_bucket", "_sum", "_count") if kind == "histogram" else ("",)
-        for suffix in suffixes:
-            more = {"le"} if suffix == "_bucket" else set()
-            found[name.strip("`") + suffix] |= ({*labels.split(", ")} - {"-"}) | more | {*SCRAPED}
+            found[name] |= {*documented[name].labels, *SCRAPED}
+    for one in families("families of replicas"):
+        if one.labels == ["replica"]:  # of another one, and there is none
+            found[one.name] |= {"replica", *SCRAPED}
+    for one in (one for what in ("split requests", "tiers", "sleep") for one in families(f"families of {what}")):
+        for suffix in ("_bucket", "_sum", "_count") if one.is_histogram else ("",):
+            found[one.name + suffix] |= {*one.labels, *SCRAPED} | ({"le"} if suffix == "_bucket" else set())
     return dict(found)
 
 

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from prometheus_client import Metric
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted(DOCS.glob("**/*.md"))]
@@ -73,6 +75,36 @@ def cells(text: str) -> list[list[str]]:
         elif line.startswith("|"):
             rows.append([cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]])
     return rows
+
+
+class Family(NamedTuple):
+    """Of metrics, as docs/metrics.md has it."""
+
+    name: str
+    labels: list[str]
+    is_histogram: bool
+
+
+FAMILY = re.compile(r"^- `(lbproxy_\w+)(?:\{([a-z,]+)\})?`( \(histogram\))?: ", re.MULTILINE)
+
+
+def family_lines(families: Iterable[Metric]) -> str:
+    """A line for each, as `families` reads them."""
+    lines = []
+    for family in families:
+        assert family.samples, f"{family.name} shows nothing: let the fixture bring it to"
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        assert name.endswith("_total") == (family.type == "counter"), "the page says that such names are counters"
+        labels = ",".join(dict.fromkeys(one for sample in family.samples for one in sample.labels if one != "le"))
+        kind = " (histogram)" if family.type == "histogram" else ""
+        lines.append(f"- `{name}{f'{{{labels}}}' if labels else ''}`{kind}: {family.documentation}\n")
+    return "".join(lines)
+
+
+def families(what: str) -> list[Family]:
+    """Those of a block of docs/metrics.md."""
+    found = FAMILY.findall(generated(DOCS / "metrics.md", what))
+    return [Family(name, [*filter(None, labels.split(","))], bool(kind)) for name, labels, kind in found]
 
 
 def generated(page: Path, name: str) -> str:

@@ -276,9 +276,7 @@ def load_families(load: Load, door: Door) -> Iterator[Metric]:
     text = "1 while lbproxy refuses new requests because it lacks this resource itself"
     yield gauges("overloaded", text, ("reason",), reasons)
     refused = [((reason,), float(count)) for reason, count in (load.refused | door.refused).items()]
-    text = (
-        "Requests (for the reasons connections and descriptors: connections) refused by lbproxy for lack of a resource"
-    )
+    text = "Requests (or connections) refused by lbproxy for lack of a resource"
     yield counters("overload_refusals", text, ("reason",), refused)
     text = "Client connections closed without a complete TLS handshake within 10 s"
     yield counter("tls_handshake_failures", text, door.failed_handshakes)

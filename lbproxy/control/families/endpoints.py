@@ -78,7 +78,7 @@ _KV_GAUGES = (
     ),
     _EndpointGauge(
         "kv_fill",
-        "Share of the KV cache that holds cached tokens, 0 to 1, counted from KV events",
+        "Share of the KV cache that holds cached tokens, 0 to 1",
         lambda one: one.kv_fill,
     ),
 )

@@ -65,7 +65,7 @@ def kv_families(events: KvEvents) -> Iterator[Metric]:
         rows = [((endpoint,), getattr(one, name)) for endpoint, one in stats.items()]
         suffix = "_messages" if name in {"lost", "replayed"} else ""
         yield counters(f"kv_events_{name}{suffix}", text, ("endpoint",), rows)
-    text = "Blocks that were stored in or removed from the GPU's prefix cache of the endpoint"
+    text = "Blocks stored in or removed from the prefix cache of the endpoint's GPU"
     blocks = [
         ((endpoint, change), count)
         for endpoint, one in stats.items()

@@ -128,7 +128,7 @@ def replica_families(replicas: Replicas) -> Iterator[Metric]:
     yield counters("replicas_batches", text, ("direction",), batches)
     sizes = [(("sent",), stats.bytes_sent), (("received",), stats.bytes_received)]
     yield counters("replicas_bytes", "Bytes of these batches, by direction", ("direction",), sizes)
-    text = "Received batches that could not be read: another version of lbproxy, or not written by lbproxy"
+    text = "Received batches that could not be read, such as those of another version"
     yield counter("replicas_malformed_batches", text, stats.malformed)
     yield from _by_replica(others)
 
@@ -144,7 +144,7 @@ def _by_replica(others: Sequence[Other]) -> Iterator[Metric]:
     text = "Seconds since the last batch of another replica; without requests it sends none"
     ages = [((name,), max((peer.heard_s for peer in peers), default=None)) for name, peers in heard.items()]
     yield gauges("replica_batch_age_seconds", text, ("replica",), ages)
-    text = "1 while all requests in flight of another replica are known, 0 while they have to be sent again"
+    text = "1 while all requests in flight of another replica are known"
     complete = [
         ((name,), float(all(peer is not None and peer.is_complete for peer in peers))) for name, peers in rows.items()
     ]

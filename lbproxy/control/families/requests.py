@@ -227,7 +227,7 @@ class RequestCounts:
         yield counters("requests", text, ("route", "outcome", "code"), requests.items())
         text = "From a request's head to the end of its response, without refused requests"
         duration = histogram("request_duration_seconds", text)
-        text = "From a request's head to the first byte of the response body; of a non-streaming response, to its end"
+        text = "From a request's head to the first byte of the response body; non-streaming: to its end"
         first_byte = histogram("time_to_first_byte_seconds", text, ("route", "stream"))
         for route, times in self._times.items():
             add_to(duration, [route], times.duration)

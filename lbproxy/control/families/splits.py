@@ -57,7 +57,7 @@ class SplitCounts:
             return
         endpoints = one_per_name(pool.endpoints)
         parts = [((one.endpoint.name, one.handover.role.value, one.handover.connector or ""), 1.0) for one in endpoints]
-        text = "Always 1; the role of the endpoint: prefill, decode or both; its connector is empty if it is unknown"
+        text = "Always 1; prefill, decode or both; an unknown connector is empty"
         yield gauges("endpoint_role", text, ("endpoint", "role", "connector"), parts)
         text = "Requests whose last attempt was split, by the endpoint that computed their prompt"
         prefills = [one.endpoint.name for one in endpoints if one.handover.role is Role.PREFILL]
@@ -74,9 +74,9 @@ class SplitCounts:
         add_to(times, [], self._times)
         yield times
         learned = pool.transfer
-        text = "Learned time from the placement of a second leg to its first byte: the part that no prompt changes"
+        text = "Learned time from the placement of a second leg to its first byte: the constant part"
         fixed = None if learned is None else learned.fixed_ms / 1000.0
         yield gauges("transfer_fixed_seconds", text, (), [((), fixed)])
-        text = "Learned time from the placement of a second leg to its first byte: the part of each transferred token"
+        text = "Learned time from the placement of a second leg to its first byte, for each transferred token"
         token = None if learned is None else learned.ms_per_token / 1000.0
         yield gauges("transfer_token_seconds", text, (), [((), token)])

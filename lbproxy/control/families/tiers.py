@@ -46,10 +46,10 @@ class PlacementCounts:
         tiers = sorted({one.endpoint.tier for one in endpoints})
         if len(tiers) > 1 or self._overflow:
             counts = {(tier, one.value): 0 for tier in tiers[1:] for one in Overflow} | self._overflow
-            text = "Requests whose last attempt was above the lowest tier that serves their model, by tier and reason"
+            text = "Requests whose last attempt was above the lowest tier that serves their model"
             rows = [((str(tier), reason), count) for (tier, reason), count in counts.items()]
             yield counters("overflow_requests", text, ("tier", "reason"), rows)
-            text = "Tier of the endpoint: it is used if no endpoint of a lower one can take a request"
+            text = "Tier of the endpoint"
             yield gauges(
                 "endpoint_tier", text, ("endpoint",), [((e.endpoint.name,), e.endpoint.tier) for e in endpoints]
             )

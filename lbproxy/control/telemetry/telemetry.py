@@ -278,7 +278,7 @@ class Telemetry:
         results = [((name, word), n) for name, status in scrapes.items() for word, n in status.results.items()]
         yield counters("scrapes", "Scrapes of an endpoint's own metrics, by result", ("endpoint", "result"), results)
         missing = [((name, s), float(gone)) for name, one in scrapes.items() for s, gone in one.missing.items()]
-        text = "1 while the endpoint's metrics lack a signal that its engine should export; routing works without it"
+        text = "1 while the endpoint's metrics lack a signal that its engine should export"
         yield gauges("scrape_missing_metrics", text, ("endpoint", "signal"), missing)
         times = [((name,), one.last_duration_s) for name, one in scrapes.items()]
         yield gauges("scrape_duration_seconds", "How long the last scrape took", ("endpoint",), times)
@@ -300,7 +300,7 @@ class Telemetry:
         lag = histogram("loop_lag_seconds", "Delay of the event loop, measured 20 times a second", ())
         add_to(lag, [], self._lag)
         yield lag
-        text = "1 if the last reload of the settings succeeded, 0 if it was refused and the old ones are in force"
+        text = "1 if the last reload of the settings succeeded, 0 if it was refused"
         yield gauge("config_reload_success", text, float(self.loads.succeeded and not self.loads.stale))
         text = "Time of the last successful load of settings, in seconds since 1970"
         yield gauge("config_last_reload_success_timestamp_seconds", text, self.loads.succeeded_at)
