@@ -3,7 +3,7 @@
 
 One process, then 2, 4 and 8 worker processes, one after the other in each round. N workers get N + 1 cores, one of them
 for the balancer process; the model servers and the load have `PAIRS` pairs of the other cores. `--render FILE` writes
-the tables of docs/scale.md from what `--json FILE` kept, so the machine with many cores needs no checkout of ours.
+the tables of benchmarks/CORES.md from what `--json FILE` kept, so the machine with many cores needs no checkout of ours.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep the figures here")
-    parser.add_argument("--render", type=Path, metavar="FILE", help="measure nothing: docs/scale.md, of these figures")
+    parser.add_argument("--render", type=Path, metavar="FILE", help="measure nothing: the page, of these figures")
     args = parser.parse_args()
     if args.render:
         kept = json.loads(args.render.read_text())

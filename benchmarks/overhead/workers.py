@@ -27,7 +27,7 @@ from benchmarks.overhead.process import CORES, LOAD_CORE, PROXY_CORE, Proxy, cpu
 from benchmarks.overhead.report import insert, table
 from benchmarks.overhead.subjects import LBPROXY, Subject, lbproxy, with_workers
 
-PAGE = ROOT / "docs/scale.md"
+PAGE = ROOT / "benchmarks/CORES.md"
 LOADS = "1k,sse,ttft"
 
 
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--spread", action="store_true", help="proxies on both cores, beside the load")
     parser.add_argument("--loads", default=LOADS)
-    parser.add_argument("--write", action="store_true", help="write the tables of docs/scale.md")
+    parser.add_argument("--write", action="store_true", help="write the tables of benchmarks/CORES.md")
     args = parser.parse_args()
     if args.write and (args.spread or args.loads != LOADS):
         parser.error("the tables are of all loads, and without --spread")
