@@ -3,7 +3,7 @@
 
 One process, then 2, 4 and 8 worker processes, one after the other in each round. N workers get N + 1 cores, one of them
 for the balancer process; the model servers and the load have `PAIRS` pairs of the other cores. `--render FILE` writes
-the tables of benchmarks/CORES.md from what `--json FILE` kept, so the machine with many cores needs no checkout of ours.
+the tables of benchmarks/CORES.md from what `--json FILE` kept, so that machine needs no checkout of ours.
 """
 
 from __future__ import annotations
