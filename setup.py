@@ -21,7 +21,6 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 COMPILED = {
-    "lbproxy": "request_runtime runtime",
     "lbproxy/core": "balancer placing",
     "lbproxy/core/requests": "large_json media openai outcome outline prompt_keys prompts request retry",
     "lbproxy/core/responses": "json_walk sse usage",
@@ -43,6 +42,7 @@ COMPILED = {
     "lbproxy/core/scaling": "demand",
     "lbproxy/core/replicas": "journal peers",
     "lbproxy/core/observed": "record snapshot",
+    "lbproxy/driver": "request_runtime runtime",
     "lbproxy/workers": "contents known link origins remote reports server",
     "lbproxy/net/connections": "backlog corked h1 patience pool upload",
     "lbproxy/proxy/request": "client_request forwarding handshake headers plain reading",

@@ -25,6 +25,7 @@ import orjson
 
 from benchmarks.cells import Cell
 from benchmarks.http_routing.apis import APIS, prompt_of, written
+from lbproxy.commands.sim import fleet_of, runs_of, workload_of
 from lbproxy.config.scenario import Scenario
 from lbproxy.core.queue.flow import ANONYMOUS
 from lbproxy.core.requests.openai import read_json_body
@@ -34,7 +35,6 @@ from lbproxy.proxy.request.routes import find_route
 from lbproxy.sim.figures.report import Summary, as_table, paired, summarise
 from lbproxy.sim.fleet.fleet import Served
 from lbproxy.sim.workloads.workload import Job
-from lbproxy.sim_cli import fleet_of, runs_of, workload_of
 
 SERVERS = 4
 STATELESS = [name for name, api in APIS.items() if not api.stateful]

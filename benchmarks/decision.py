@@ -42,7 +42,7 @@ from lbproxy.core.requests.openai import ModelCard
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.prompt_keys import hash_prompt
 from lbproxy.core.requests.request import InferenceRequest
-from lbproxy.process import is_compiled
+from lbproxy.processes.process import is_compiled
 
 ENDPOINTS = (10, 100, 1000)
 SIZES = {"1 KB": 1 << 10, "8 KB": 8 << 10, "32 KB": 32 << 10, "128 KB": 128 << 10, "1 MB": 1 << 20}

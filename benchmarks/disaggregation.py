@@ -26,11 +26,11 @@ from typing import Final, NamedTuple
 import orjson
 
 from lbproxy import __version__
+from lbproxy.commands.sim import Run, fleet_of, runs_of, workload_of
 from lbproxy.config.scenario import Scenario
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.figures.report import as_table, percentile
 from lbproxy.sim.fleet.fleet import Served
-from lbproxy.sim_cli import Run, fleet_of, runs_of, workload_of
 
 PAGE = Path(__file__).parent / "DISAGGREGATION.md"
 KEPT = Path(__file__).parent / "results" / "disaggregation.jsonl"

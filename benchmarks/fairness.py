@@ -17,12 +17,12 @@ from pathlib import Path
 from statistics import fmean
 
 from lbproxy import __version__
+from lbproxy.commands.sim import runs_of, serve
 from lbproxy.config.scenario import Scenario
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.figures.report import as_table, estimate
 from lbproxy.sim.figures.sharing import REFUSED, by_flow
 from lbproxy.sim.fleet.fleet import Served
-from lbproxy.sim_cli import runs_of, serve
 
 HERE = Path(__file__).parent
 PAGE = HERE / "FAIRNESS.md"

@@ -34,13 +34,13 @@ from benchmarks.http_routing.trial import MAX_LAG_S, TrialError, lateness, serve
 from benchmarks.overhead.load import BENCH, ROOT
 from benchmarks.overhead.process import LOAD_CORE, Proxy, free_port
 from lbproxy import __version__
+from lbproxy.commands.sim import Run, runs_of, serve, workload_of
 from lbproxy.config.scenario import Scenario
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.figures.report import as_table
 from lbproxy.sim.figures.sharing import REFUSED
 from lbproxy.sim.fleet.fleet import Served
 from lbproxy.sim.workloads.workload import Arrival, Job
-from lbproxy.sim_cli import Run, runs_of, serve, workload_of
 
 RESULTS = HERE / "results" / "fairness-http.json"
 ONE_FLOW, FLOWS, PRIORITIES = "prefill, shortest, one flow", "prefill, shortest, flows", "priorities"

@@ -42,8 +42,6 @@ from typing import Any, TypedDict
 import msgspec
 import uvloop
 
-from lbproxy import process
-from lbproxy.app import Proxy
 from lbproxy.config.parse import parse
 from lbproxy.control.telemetry import access_line as line
 from lbproxy.core.engines.load_metrics import LoadMetrics
@@ -52,13 +50,15 @@ from lbproxy.core.requests.openai import ModelCard
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.prompt_keys import hash_prompt
 from lbproxy.core.requests.request import InferenceRequest, Usage
-from lbproxy.data_plane import DataPlane, Parts
+from lbproxy.driver.runtime import Runtime
 from lbproxy.net.connections.pool import Connection
 from lbproxy.net.dialing.origin import Origin
 from lbproxy.net.listening.notify import Notifier
+from lbproxy.processes import process
+from lbproxy.processes.app import Proxy
+from lbproxy.processes.data_plane import DataPlane, Parts
 from lbproxy.processes.plane import WorkersPlane
 from lbproxy.proxy.front.server import FrontEnd
-from lbproxy.runtime import Runtime
 from lbproxy.workers import messages as m
 from lbproxy.workers.contents import served, submit_of
 from lbproxy.workers.link import Sent

@@ -24,7 +24,7 @@ from typing import Final, NamedTuple
 
 import orjson
 
-from lbproxy.process import settle
+from lbproxy.processes.process import settle
 from tests.support.rig import post, rig
 
 MIB: Final = 1 << 20

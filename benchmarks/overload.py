@@ -32,13 +32,13 @@ from pathlib import Path
 import orjson
 
 from lbproxy import __version__
+from lbproxy.commands.sim import Run, fleet_of, runs_of, workload_of
 from lbproxy.config.scenario import Scenario
 from lbproxy.config.sections.endpoints import ScrapeSettings
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.figures.report import as_table, percentile
 from lbproxy.sim.figures.sharing import REFUSED
 from lbproxy.sim.fleet.fleet import Sample, Served
-from lbproxy.sim_cli import Run, fleet_of, runs_of, workload_of
 
 HERE = Path(__file__).parent
 RESULTS, PAGE = HERE / "results" / "overload.json", HERE / "OVERLOAD.md"

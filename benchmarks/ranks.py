@@ -17,9 +17,9 @@ from pathlib import Path
 from statistics import fmean
 
 from lbproxy import __version__
+from lbproxy.commands.sim import runs_of, serve
 from lbproxy.config.scenario import Scenario
 from lbproxy.sim.figures.report import Summary, as_table, summarise
-from lbproxy.sim_cli import runs_of, serve
 
 PAGE = Path(__file__).parent / "RANKS.md"
 SERVERS, RANKS = 2, 4

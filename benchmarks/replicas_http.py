@@ -24,7 +24,7 @@ from pathlib import Path
 import httpx
 
 from benchmarks import replicas_routing
-from lbproxy.process import is_compiled
+from lbproxy.processes.process import is_compiled
 from lbproxy.sim.figures.report import as_table, percentile
 from tests.support.redis_failures import FAILURES
 from tests.support.redis_server import RedisServer

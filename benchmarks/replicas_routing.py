@@ -36,7 +36,7 @@ from benchmarks.overhead.load import BENCH
 from benchmarks.overhead.plan import machine
 from lbproxy import __version__
 from lbproxy.config.sections.replicas import ReplicasSettings
-from lbproxy.process import is_compiled
+from lbproxy.processes.process import is_compiled
 from lbproxy.sim.figures.report import Estimate, Summary, as_table, estimate
 from lbproxy.sim.workloads.traces import read_mooncake
 

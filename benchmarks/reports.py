@@ -22,11 +22,11 @@ from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.policies.registry import make_policy
 from lbproxy.core.requests.openai import ModelCard
+from lbproxy.driver.runtime import Runtime
 from lbproxy.net.connections.pool import Connection, ConnectionPool
 from lbproxy.net.dialing.origin import Origin
 from lbproxy.proxy.exchange.exchanger import Exchanger
 from lbproxy.proxy.front.server import FrontEnd
-from lbproxy.runtime import Runtime
 
 REQUESTS = 1000
 """In a round."""

@@ -39,10 +39,10 @@ from benchmarks.cells import AGENTS, CELLS, GIE_LORA, LORA, LORA_CAPACITY, ROBUS
 from benchmarks.targets import Found, Kept, Runner, chosen_parts, found_of, run_parts
 from benchmarks.verdicts import mean, page, ratio, shown
 from lbproxy import __version__
+from lbproxy.commands.sim import Comparison, Result, Run, label, run_all, runs_of
 from lbproxy.config.scenario import Scenario
 from lbproxy.core.policies.registry import POLICIES
 from lbproxy.sim.figures.report import Summary, markdown
-from lbproxy.sim_cli import Comparison, Result, Run, label, run_all, runs_of
 
 HERE = Path(__file__).parent
 OURS = "adaptive"

@@ -52,7 +52,7 @@ PARTS = {
     "aiohttp, with the `ssl` module": "aiohttp aiohttp.web",
     "msgspec, orjson, xxhash, websockets": "msgspec orjson xxhash websockets.frames",
     "prometheus-client": "prometheus_client",
-    "lbproxy": "lbproxy.cli lbproxy.app",
+    "lbproxy": "lbproxy.commands.cli lbproxy.processes.app",
 }
 """What is imported, in this order."""
 IMPORTER = """

@@ -31,11 +31,11 @@ import orjson
 
 from benchmarks.surprise_cells import SURPRISES, Surprise
 from lbproxy import __version__
+from lbproxy.commands.sim import runs_of, serve
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.figures.report import as_table, percentile
 from lbproxy.sim.figures.sharing import REFUSED
 from lbproxy.sim.fleet.fleet import Served
-from lbproxy.sim_cli import runs_of, serve
 
 PAGE = Path(__file__).parent / "SURPRISES.md"
 OURS = "adaptive"

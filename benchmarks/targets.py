@@ -23,11 +23,11 @@ import orjson
 
 from benchmarks.cells import CELLS, LADDER_SHORT, Cell
 from lbproxy import __version__
+from lbproxy.commands.sim import Run, runs_of, simulate
 from lbproxy.config.scenario import Scenario
 from lbproxy.core.policies.registry import POLICIES
 from lbproxy.sim.figures.report import Summary
 from lbproxy.sim.fleet.oracle import ORACLES
-from lbproxy.sim_cli import Run, runs_of, simulate
 
 OURS, FLOOR, LEAST = "adaptive", "round-robin", "least-request"
 BASELINES = [name for name in POLICIES if name not in {OURS, "weighted"}]

@@ -3,6 +3,6 @@
 
 import sys
 
-from lbproxy.cli import main
+from lbproxy.commands.cli import main
 
 sys.exit(main())

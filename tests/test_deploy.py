@@ -23,7 +23,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from lbproxy.cli import _parser
+from lbproxy.commands.cli import _parser
 from lbproxy.config.parse import parse
 from lbproxy.config.tree import Settings
 from tests.support.compose import (

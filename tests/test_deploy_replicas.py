@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lbproxy.cli import _parser
+from lbproxy.commands.cli import _parser
 from lbproxy.config.parse import parse
 from tests.support.compose import BASE, HA_SETTINGS, HAPROXY, Build, project
 from tests.support.docs import DOCS, ROOT, blocks

@@ -18,7 +18,10 @@ from tests.support.pool import MODEL, pool_of
 from tests.test_architecture import PACKAGES
 
 PACKAGE = ROOT / "lbproxy"
-LAYERS = ("config", "core", "net", "proxy", "control", "extras", "sim", "demo", "terminal")
+LAYERS = (
+    *("config", "core", "driver", "workers", "net", "proxy", "control", "extras"),
+    *("processes", "sim", "demo", "commands"),
+)
 
 
 def about(folder: Path) -> str:

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from lbproxy.cli import _parser
+from lbproxy.commands.cli import _parser
 from lbproxy.config.descriptions import descriptions
 from lbproxy.config.sections.access import AdminSettings, KeySettings, ListenSettings, TlsSettings
 from lbproxy.config.sections.clients import Address

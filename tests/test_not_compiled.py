@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lbproxy import __version__
-from lbproxy.process import NOT_COMPILED
+from lbproxy.processes.process import NOT_COMPILED
 from tests.support.compiled import COMPILED
 from tests.support.process import LBPROXY, Process, lbproxy, mock
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from lbproxy import __version__
-from lbproxy.process import NOT_COMPILED
+from lbproxy.processes.process import NOT_COMPILED
 from release.install import WARNING, InstallError, exercise, kind_of
 from release.wheels import PIP, build, copy_source, differences, digest, run
 from tests.support.docs import DOCS, ROOT

@@ -17,6 +17,7 @@ import orjson
 from benchmarks.http_routing.cells import CELLS, MAX_MODEL_LEN, PRESET, arrivals
 from benchmarks.http_routing.client import Answer, Call, Counters
 from benchmarks.http_routing.trial import MAX_LAG_S, Trial, lateness
+from lbproxy.commands.sim import Run, serve_workload
 from lbproxy.config.scenario import Scenario
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.figures.report import Summary, by_phase, summarise
@@ -25,7 +26,6 @@ from lbproxy.sim.workloads.catalogue import WARM_UP, make_workload
 from lbproxy.sim.workloads.prompts import Piece
 from lbproxy.sim.workloads.traces import TraceRow
 from lbproxy.sim.workloads.workload import Arrival, Job, OpenLoop
-from lbproxy.sim_cli import Run, serve_workload
 
 
 class Row(TypedDict):

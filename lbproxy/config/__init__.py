@@ -6,7 +6,6 @@ and `${ENV}`, `tree` says which keys there are, `sections` has one module for ea
 units, host names and URLs, `shown` what may be shown of a text that may have a secret, `descriptions` what each key is
 for, `scenario` the keys of `lbproxy sim`.
 
-Imported by: `app`, `check`, `cli`, `control`, `core`, `data_plane`, `demo`, `extras`, `processes`, `proxy`, `runtime`,
-`sections`, `settings_file`, `sim_cli`, `terminal`, `workers`. It imports nothing of lbproxy. Never: state. Nothing else
-in lbproxy imports yaml or pydantic.
+Imported by: `commands`, `control`, `core`, `demo`, `driver`, `extras`, `processes`, `proxy`, `sections`, `workers`. It
+imports nothing of lbproxy. Never: state. Nothing else in lbproxy imports yaml or pydantic.
 """

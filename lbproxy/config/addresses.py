@@ -24,7 +24,7 @@ def url(text: str) -> str:
     `unix:/path`.
     """
     if text.startswith("unix:"):
-        from lbproxy.config.values import read_unix_url  # noqa: PLC0415 - imports pydantic: lbproxy.cli
+        from lbproxy.config.values import read_unix_url  # noqa: PLC0415 - imports pydantic: lbproxy.commands.cli
 
         unix = read_unix_url(text)
         if unix is None:

@@ -3,5 +3,5 @@
 
     probing -> discovery -> telemetry -> admin
 
-It never sees a client's request: it meets the data plane in `runtime` and `app` alone.
+It never sees a client's request: it meets the data plane in `driver` and `processes` alone.
 """

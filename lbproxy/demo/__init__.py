@@ -2,5 +2,5 @@
 """`lbproxy demo`: simulated servers and lbproxy before them; with `--traffic` also clients, and a bad night;
 with `--replicas` several lbproxies.
 
-Imported by: `cli`.
+Imported by: `commands`.
 """

@@ -15,11 +15,11 @@ from functools import partial
 from typing import Final
 from urllib.parse import urlsplit
 
-from lbproxy import app
 from lbproxy.config.addresses import ADMIN
 from lbproxy.config.parse import parse
 from lbproxy.control.admin.made_token import FOLDER, dashboard_link, file_name, read_token
 from lbproxy.demo.taken import in_options
+from lbproxy.processes import app
 from lbproxy.processes.control import Text
 from lbproxy.processes.supervisor import supervise, worker_count
 from lbproxy.sim.mock.http import MockOptions, MockServer

@@ -14,9 +14,9 @@ from lbproxy.config.text import ConfigError
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.caches.cache_report import CacheReport
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
+from lbproxy.driver.runtime import Runtime
 from lbproxy.extras.kv_feed import KvFeed, KvStats
 from lbproxy.extras.kv_pace import Pace
-from lbproxy.runtime import Runtime
 
 if TYPE_CHECKING:
     from lbproxy.extras.kv_sockets import KvSockets

@@ -33,8 +33,8 @@ from lbproxy.core.replicas.peers import MAX_PEERS, PeerSnapshot
 from lbproxy.core.saved.lines import encode as encode_piece
 from lbproxy.core.saved.lines import read_lines
 from lbproxy.core.saved.reading import Saved, SavedError
+from lbproxy.driver.runtime import Runtime
 from lbproxy.extras.store import Store, StoreError
-from lbproxy.runtime import Runtime
 
 if TYPE_CHECKING:
     from lbproxy.extras.redis_store import RedisStore

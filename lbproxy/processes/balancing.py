@@ -8,7 +8,6 @@ import logging
 
 import orjson
 
-from lbproxy import app, process
 from lbproxy.config.text import ConfigError
 from lbproxy.config.tree import Settings
 from lbproxy.control.discovery.overlay import Addition, Changes, Overlay, UnknownEntryError
@@ -17,9 +16,9 @@ from lbproxy.control.telemetry.memory import Memory
 from lbproxy.control.telemetry.process_log import ProcessLog
 from lbproxy.core.saved.lines import read_lines
 from lbproxy.core.saved.reading import Saved, SavedError
-from lbproxy.data_plane import Parts
 from lbproxy.net.listening.inherit import Inherited
 from lbproxy.net.listening.notify import Notifier
+from lbproxy.processes import app, process
 from lbproxy.processes.control import (
     Adopt,
     Counted,
@@ -34,9 +33,10 @@ from lbproxy.processes.control import (
     Text,
     ToChild,
 )
+from lbproxy.processes.data_plane import Parts
 from lbproxy.processes.plane import WorkersPlane
+from lbproxy.processes.settings_file import parse_text, read_text
 from lbproxy.processes.supervised import Supervisor, read
-from lbproxy.settings_file import parse_text, read_text
 
 logger = logging.getLogger("lbproxy")
 

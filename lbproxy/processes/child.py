@@ -15,8 +15,8 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeAlias
 
-from lbproxy import process
 from lbproxy.config.text import ConfigError
+from lbproxy.processes import process
 from lbproxy.processes.control import BALANCER, WORKER, Start, Unfit
 from lbproxy.processes.supervised import Supervisor
 

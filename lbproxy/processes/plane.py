@@ -12,8 +12,8 @@ from lbproxy.config.tree import Settings
 from lbproxy.control.admin.key_files import read_credentials
 from lbproxy.control.families.common import WorkerFacts
 from lbproxy.core.observed.record import RequestRecord
-from lbproxy.data_plane import Loop, Parts
 from lbproxy.extras.tracing import find_traces
+from lbproxy.processes.data_plane import Loop, Parts
 from lbproxy.workers.server import Session, WorkerServer
 
 

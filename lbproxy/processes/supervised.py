@@ -12,7 +12,7 @@ from typing import Final
 
 from lbproxy.config.tree import Settings
 from lbproxy.processes.control import Beat, Start, Text, ToChild
-from lbproxy.settings_file import parse_text
+from lbproxy.processes.settings_file import parse_text
 from lbproxy.workers.link import Link
 from lbproxy.workers.messages import Message
 

@@ -29,16 +29,15 @@ from math import ceil
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from lbproxy import app, process
 from lbproxy.config.text import ConfigError
 from lbproxy.config.tree import Settings
 from lbproxy.control.admin.made_token import folders
 from lbproxy.control.telemetry.memory import Memory
 from lbproxy.control.telemetry.process_log import ProcessLog
-from lbproxy.data_plane import listening_url
 from lbproxy.net.listening.bind import bound_port, open_sockets
 from lbproxy.net.listening.inherit import HandedOver, Inherited, hand_over
 from lbproxy.net.listening.notify import Notifier
+from lbproxy.processes import app, process
 from lbproxy.processes.control import (
     BALANCER,
     LISTENERS,
@@ -58,6 +57,7 @@ from lbproxy.processes.control import (
     Text,
     ToSupervisor,
 )
+from lbproxy.processes.data_plane import listening_url
 from lbproxy.processes.standby import Standby
 from lbproxy.workers.shares import MAX_WORKERS, Shares
 

@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable
 from math import ceil
 from pathlib import Path
 
-from lbproxy import process
 from lbproxy.config.text import ConfigError
 from lbproxy.config.tree import LogSettings, Settings
 from lbproxy.control.families.common import Loads
@@ -21,9 +20,10 @@ from lbproxy.control.loops import supervise
 from lbproxy.control.telemetry.memory import Memory
 from lbproxy.control.telemetry.process_log import ProcessLog
 from lbproxy.core.observed.sink import Sink
-from lbproxy.data_plane import DataPlane
 from lbproxy.net.connections.pool import ConnectionPool
+from lbproxy.processes import process
 from lbproxy.processes.control import SHARES, Ready, Start, Stop, Stopped, Stopping, Text, ToChild
+from lbproxy.processes.data_plane import DataPlane
 from lbproxy.processes.supervised import Supervisor, read
 from lbproxy.proxy.front.overload import default_bodies
 from lbproxy.workers import messages as m

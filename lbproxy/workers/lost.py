@@ -14,7 +14,7 @@ from typing import Final
 
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.runtime import Runtime
+from lbproxy.driver.runtime import Runtime
 
 RETURN_S: Final = 10.0
 """How long a worker may take to be back, and to say what runs. Its successor says sooner that it is dead."""

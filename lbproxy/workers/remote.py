@@ -37,8 +37,8 @@ from lbproxy.core.requests.openai import ModelCard
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import DECODE, PREFILL, InferenceRequest, Usage
 from lbproxy.core.requests.retry import FailureKind, Retries, UpstreamError, Verdict
-from lbproxy.pulse import Pulse
-from lbproxy.request_runtime import RequestRuntime
+from lbproxy.driver.pulse import Pulse
+from lbproxy.driver.request_runtime import RequestRuntime
 from lbproxy.workers import messages as m
 from lbproxy.workers.contents import read_endpoint, read_handover, submit_of
 from lbproxy.workers.known import Known

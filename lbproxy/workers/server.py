@@ -26,7 +26,7 @@ from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.core.requests.retry import FailureKind, UpstreamError, Verdict
-from lbproxy.runtime import Runtime
+from lbproxy.driver.runtime import Runtime
 from lbproxy.workers import messages as m
 from lbproxy.workers.contents import fill, fill_plain, member, placed
 from lbproxy.workers.link import Link

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, Self, TypeVar
 
-from lbproxy.runtime import Runtime
+from lbproxy.driver.runtime import Runtime
 from lbproxy.workers.lost import LostRequests
 
 

@@ -15,7 +15,7 @@ from typing import Final, TypeAlias
 
 from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.requests.openai import ModelCard
-from lbproxy.runtime import Runtime
+from lbproxy.driver.runtime import Runtime
 from lbproxy.workers import messages as m
 from lbproxy.workers.link import Link, Sent
 

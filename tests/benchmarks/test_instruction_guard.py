@@ -12,7 +12,7 @@ import shutil
 import pytest
 
 from benchmarks.instructions import GUARDED, RECORDED, WORSE, Record, built_with, least, missing, prepare
-from lbproxy import process
+from lbproxy.processes import process
 
 
 def recorded() -> Record:

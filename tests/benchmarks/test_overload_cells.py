@@ -11,13 +11,13 @@ import pytest
 
 from benchmarks import overload
 from benchmarks.overload import CELLS, KINDS, QUICK, Cell, Figures, Kind, chosen, figures
+from lbproxy.commands.sim import runs_of
 from lbproxy.config.sections.routing import AdmissionSettings
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.engine.sequence import Gauges
 from lbproxy.sim.fleet.fleet import Sample, Served
 from lbproxy.sim.workloads.prompts import Piece
 from lbproxy.sim.workloads.workload import Job
-from lbproxy.sim_cli import runs_of
 
 
 def served(name: str, at: float, first: float | None, end: float, outcome: Outcome | None) -> Served:

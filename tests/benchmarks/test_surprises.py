@@ -12,8 +12,8 @@ import pytest
 from benchmarks import surprises
 from benchmarks.surprise_cells import ALONE, SURPRISES, Surprise
 from benchmarks.surprises import OURS, Crowd, Kept, Task, chosen, crowd, do, verdict
+from lbproxy.commands.sim import runs_of, serve
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.sim_cli import runs_of, serve
 from tests.benchmarks.test_overload_cells import served
 
 CELL = Surprise("a cell", [{}], [{"name": "own", "parameters": {}}], counted_from=10.0)

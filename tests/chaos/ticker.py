@@ -18,7 +18,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import TypeVar
 
-from lbproxy import process
+from lbproxy.processes import process
 
 T = TypeVar("T")
 TICK_S = 0.005

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 
-from lbproxy import cli
+from lbproxy.commands import cli
 from tests.chaos.ticker import watch
 
 if __name__ == "__main__":

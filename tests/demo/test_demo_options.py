@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from lbproxy.cli import main
+from lbproxy.commands.cli import main
 from lbproxy.demo.taken import in_options
 from lbproxy.demo.timeline import Verb, bad_night, names
 from lbproxy.demo.traffic import SERVERS

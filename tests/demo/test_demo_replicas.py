@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from lbproxy.cli import main
+from lbproxy.commands.cli import main
 from lbproxy.config.parse import parse
 from lbproxy.demo import replicas
 from lbproxy.demo.fleet import FleetError, Program

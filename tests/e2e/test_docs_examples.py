@@ -20,7 +20,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from lbproxy.cli import _parser
+from lbproxy.commands.cli import _parser
 from lbproxy.config.sections.access import read_key_file
 from lbproxy.control.admin.schemas import COMPONENTS
 from tests.support.docs import ROOT, Block, all_blocks
@@ -84,7 +84,7 @@ PICTURES = {
     ("replicas.md", "clients ─▶"),
     ("disaggregation.md", "1 prompt, one token"),
     ("disaggregation.md", "whole, on a decode server:"),
-    ("admin.md", "lbproxy 0.2.0"),  # what `lbproxy status` drew: tests/test_terminal.py
+    ("admin.md", "lbproxy 0.2.0"),  # what `lbproxy status` drew: tests/commands/test_operate.py
 }
 COMMAND = re.compile(r"^(?:\$ )?(?:[A-Z_]+=\S+ )*(?:\S*/)?(make|lbproxy|python|pip) ", re.MULTILINE)
 

@@ -16,9 +16,10 @@ UNWANTED = {
     "rich": "its tables",
     "matplotlib": "plots of `lbproxy sim`",
     "lbproxy.sim": "simulated servers",
-    "lbproxy.check": "another command",
+    "lbproxy.commands.check": "another command",
     "lbproxy.demo": "another command",
-    "lbproxy.terminal": "other commands",
+    "lbproxy.commands.sim": "another command",
+    "lbproxy.commands.operate": "other commands",
     "lbproxy.config.descriptions": "reads sources, for `lbproxy schema` and the docs",
     "multiprocessing": "`lbproxy sim` alone has several processes",
     "shtab": "an extra",
@@ -43,7 +44,9 @@ def test_a_start_loads_only_what_it_needs(tmp_path: Path) -> None:
         process.wait_for("listens on")
         assert process.stop() == 0
         modules = loaded(process)
-    assert {"lbproxy.app", "lbproxy.proxy.front.server", "aiohttp.web"} <= modules, "the list is not what it should be"
+    assert {"lbproxy.processes.app", "lbproxy.proxy.front.server", "aiohttp.web"} <= modules, (
+        "the list is not what it should be"
+    )
     needless = {name: why for name, why in UNWANTED.items() if any(f"{one}.".startswith(f"{name}.") for one in modules)}
     assert needless == {}
 
@@ -53,4 +56,4 @@ def test_help_does_not_wait_for_the_proxy() -> None:
         assert process.process.wait(30) == 0
         process.read()
         assert "aiohttp" not in loaded(process)
-        assert "lbproxy.cli" in loaded(process)
+        assert "lbproxy.commands.cli" in loaded(process)

@@ -142,7 +142,8 @@ def test_a_collector_that_is_gone_harms_nobody(tmp_path: Path) -> None:
 
 HERE = """
 import sys
-from lbproxy import cli, app, check
+from lbproxy.commands import check, cli
+from lbproxy.processes import app
 from lbproxy.config.parse import parse
 from lbproxy.extras.tracing import make_traces
 assert make_traces(parse("endpoints: [http://gpu-1:8000]", environ={})) is None

@@ -23,8 +23,8 @@ from lbproxy.core.policies.registry import make_policy
 from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
+from lbproxy.driver.runtime import Runtime
 from lbproxy.extras.replication import SILENT_S, Replication, make_replication
-from lbproxy.runtime import Runtime
 from tests.support.aio import run, until
 from tests.support.pool import MODEL, card, spec, submit
 from tests.support.redis_failures import FAILURES

@@ -16,9 +16,9 @@ from lbproxy.config.sections.routing import RoutingSettings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.policies.registry import make_policy
 from lbproxy.core.requests.request import InferenceRequest
+from lbproxy.driver.runtime import Runtime
 from lbproxy.extras import replication
 from lbproxy.extras.replication import Replication
-from lbproxy.runtime import Runtime
 from tests.support.aio import run, until
 from tests.support.pool import MODEL, card, spec, submit
 

@@ -24,8 +24,8 @@ from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.requests.openai import ModelCard
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
+from lbproxy.driver.runtime import Runtime
 from lbproxy.net.connections.pool import ConnectionPool
-from lbproxy.runtime import Runtime
 
 MODEL = "m"
 

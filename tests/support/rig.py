@@ -20,9 +20,9 @@ from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.policies.registry import make_policy
 from lbproxy.core.requests.retry import Retries
+from lbproxy.driver.runtime import Runtime
 from lbproxy.proxy.exchange.exchanger import Exchanger
 from lbproxy.proxy.front.server import FrontEnd
-from lbproxy.runtime import Runtime
 from lbproxy.workers import messages as m
 from lbproxy.workers.link import Link
 from lbproxy.workers.remote import RemoteRuntime

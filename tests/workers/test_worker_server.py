@@ -16,8 +16,8 @@ from lbproxy.core.engines.orca import LoadReport
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.core.requests.retry import FailureKind
+from lbproxy.driver.runtime import Runtime
 from lbproxy.processes.plane import Totals
-from lbproxy.runtime import Runtime
 from lbproxy.workers import messages as m
 from lbproxy.workers.origins import NOT_KEPT
 from lbproxy.workers.server import Session, WorkerServer

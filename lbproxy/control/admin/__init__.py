@@ -5,6 +5,5 @@
 a second, `access` says who may use what, `made_token` makes what proves it where the settings
 do not say, `key_files` reads the files of keys and certificates.
 
-Imported by: `app`, `check`, `data_plane`, `demo`, `processes`, `terminal`. Never: requests of the data plane; it has a
-port of its own.
+Imported by: `commands`, `demo`, `processes`. Never: requests of the data plane; it has a port of its own.
 """

@@ -29,7 +29,7 @@ from lbproxy.control.telemetry.recent import MAX_SUMMARIES, Fields
 from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.endpoints.state import EndpointSnapshot
 from lbproxy.core.requests.openai import REASON_FIELD
-from lbproxy.runtime import Runtime
+from lbproxy.driver.runtime import Runtime
 
 logger = logging.getLogger("lbproxy")
 

@@ -26,9 +26,9 @@ from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 from aiohttp.web_protocol import RequestPayloadError, _ErrInfo
 
 from lbproxy.core.requests.outcome import LbError, Outcome
+from lbproxy.driver.pulse import Pulse
 from lbproxy.net.listening.deadlines import Deadlines
 from lbproxy.net.listening.listener import admin_connections
-from lbproxy.pulse import Pulse
 
 logger = logging.getLogger("lbproxy")
 

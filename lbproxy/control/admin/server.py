@@ -28,9 +28,9 @@ from lbproxy.control.admin.made_token import MadeToken
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.requests.openai import REASON_FIELD, error_body
 from lbproxy.core.requests.outcome import LbError, Outcome
+from lbproxy.driver.runtime import Runtime
 from lbproxy.net.listening.bind import bind, bound_port
 from lbproxy.net.listening.listener import Listener
-from lbproxy.runtime import Runtime
 
 logger = logging.getLogger("lbproxy")
 

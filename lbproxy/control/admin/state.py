@@ -24,7 +24,7 @@ from lbproxy.core.endpoints.state import EndpointSnapshot
 from lbproxy.core.observed.learned import EndpointLearned, QueueSnapshot
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.sleeping.sleepers import SleepSnapshot
-from lbproxy.runtime import Runtime
+from lbproxy.driver.runtime import Runtime
 
 RECENT_TRANSITIONS = 20
 

@@ -40,8 +40,8 @@ from lbproxy.control.probing.prober import JITTER
 from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.state import EndpointSnapshot
+from lbproxy.driver.runtime import Runtime
 from lbproxy.net.dialing.tls import client_context
-from lbproxy.runtime import Runtime
 
 logger = logging.getLogger("lbproxy")
 

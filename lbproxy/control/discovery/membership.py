@@ -20,7 +20,7 @@ from typing import Final
 
 from lbproxy.control.discovery.watch import APART_S, Watches
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec
-from lbproxy.runtime import Runtime
+from lbproxy.driver.runtime import Runtime
 
 logger = logging.getLogger("lbproxy")
 REST_S: Final = 1.0

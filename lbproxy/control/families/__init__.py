@@ -4,5 +4,5 @@
 `common` has the makers of families and those of the processes; the others have those of their subjects. `requests`
 counts each request that ended, with `splits` and `tiers`; `histogram` counts values. `control.telemetry` reads all.
 
-Imported by: `admin`, `data_plane`, `processes`, `saving`, `sleeping`, `telemetry`. Never: the event loop.
+Imported by: `admin`, `processes`, `saving`, `sleeping`, `telemetry`. Never: the event loop.
 """

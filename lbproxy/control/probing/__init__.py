@@ -4,6 +4,6 @@ roles that do not fit together.
 
 What comes back is handed to the Balancer as it is; `inspect` is the same, once, for `lbproxy check`.
 
-Imported by: `app`, `check`, `discovery`, `telemetry`. `discovery.watch` starts and ends the loops. Never: verdicts,
-which are the Balancer's.
+Imported by: `commands`, `discovery`, `processes`, `telemetry`. `discovery.watch` starts and ends the loops. Never:
+verdicts, which are the Balancer's.
 """

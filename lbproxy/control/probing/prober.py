@@ -28,11 +28,11 @@ from lbproxy.core.endpoints.health import Health
 from lbproxy.core.engines.server_info import SERVER_INFO, Description, engine_of, read_description
 from lbproxy.core.requests.openai import ModelCard, read_model_list
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
+from lbproxy.driver.runtime import Runtime
 from lbproxy.net.connections.fetch import Response, fetch
 from lbproxy.net.connections.pool import ConnectionPool
 from lbproxy.net.dialing.below import below
 from lbproxy.net.dialing.origin import Origin
-from lbproxy.runtime import Runtime
 
 logger = logging.getLogger("lbproxy")
 

@@ -40,11 +40,11 @@ from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.engines.readings import MAX_LORA, PageReader, Reading
 from lbproxy.core.engines.server_info import connector_of
 from lbproxy.core.requests.retry import UpstreamError
+from lbproxy.driver.runtime import Runtime
 from lbproxy.net.connections.fetch import fetch
 from lbproxy.net.connections.pool import ConnectionPool
 from lbproxy.net.dialing.below import below
 from lbproxy.net.dialing.origin import Origin
-from lbproxy.runtime import Runtime
 
 logger = logging.getLogger("lbproxy")
 

@@ -4,5 +4,5 @@
 `calls` are the requests to a server or a webhook, in vLLM's words; `driver` asks each server whether it sleeps, and has
 one loop that carries out orders and logs what servers became.
 
-Imported by: `app`. Never: which server is woken or put to sleep, and when (`core.sleeping` decides).
+Imported by: `processes`. Never: which server is woken or put to sleep, and when (`core.sleeping` decides).
 """

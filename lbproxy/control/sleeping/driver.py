@@ -21,8 +21,8 @@ from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.sleeping.phase import Phase, SleepTransition
 from lbproxy.core.sleeping.sleepers import Order, Task
+from lbproxy.driver.runtime import Runtime
 from lbproxy.net.connections.pool import ConnectionPool
-from lbproxy.runtime import Runtime
 
 logger = logging.getLogger("lbproxy")
 

@@ -4,6 +4,6 @@
 Sinks of records and transitions; gauges are read from a snapshot when somebody scrapes. Only `telemetry`, `families`
 and `endpoint_families` know prometheus_client.
 
-Imported by: `admin`, `app`, `data_plane`, `processes`. `runtime` hands records over. Never: decisions. A new metric
-goes to `families` or `telemetry`, and into docs/metrics.md by a test.
+Imported by: `admin`, `processes`. `runtime` hands records over. Never: decisions. A new metric goes to `families` or
+`telemetry`, and into docs/metrics.md by a test.
 """

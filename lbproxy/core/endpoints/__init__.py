@@ -6,7 +6,7 @@ model.
 requests (`breaker`, `progress`, `hang`). `slow_start` and `backpressure` limit what an endpoint gets; `serving` is the
 index of models.
 
-Imported by: `app`, `balancer`, `check`, `control`, `extras`, `model_look`, `net`, `observed`, `placing`, `policies`,
-`proxy`, `queue`, `replicas`, `request_runtime`, `restarts`, `runtime`, `scaling`, `sim`, `sleeping`, `workers`. Never:
-which of the endpoints that may be asked is best.
+Imported by: `balancer`, `commands`, `control`, `driver`, `extras`, `net`, `observed`, `placing`, `policies`,
+`processes`, `proxy`, `queue`, `replicas`, `restarts`, `scaling`, `sim`, `sleeping`, `workers`. Never: which of the
+endpoints that may be asked is best.
 """

@@ -4,7 +4,6 @@
 Text in, `LoadMetrics` out. `dialects` has one table for each engine, built in or from the settings: a new engine is a
 new table. Pages are not trusted: they are bounded, and a value that cannot be read is None, not 0.
 
-Imported by: `app`, `balancer`, `check`, `control`, `endpoints`, `extras`, `knowledge`, `policies`, `proxy`,
-`request_runtime`, `runtime`, `scaling`, `sim`, `sim_cli`, `workers`. Never: what the values mean for routing, or when
-they are stale.
+Imported by: `balancer`, `commands`, `control`, `driver`, `endpoints`, `extras`, `knowledge`, `policies`, `processes`,
+`proxy`, `scaling`, `sim`, `workers`. Never: what the values mean for routing, or when they are stale.
 """

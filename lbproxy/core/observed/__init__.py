@@ -3,6 +3,6 @@
 
 Plain values that do not change: metrics, logs, traces, the dashboard and reports are made of these and of nothing else.
 
-Imported by: `app`, `balancer`, `control`, `data_plane`, `extras`, `processes`, `proxy`, `request_runtime`, `runtime`,
-`workers`. Never: state that decides something.
+Imported by: `balancer`, `control`, `driver`, `extras`, `processes`, `proxy`, `workers`. Never: state that decides
+something.
 """

@@ -6,7 +6,6 @@ it waits or ends; `waiting_queue` keeps waiting requests, `dispatcher` wakes the
 higher tier; `flow` and `flows` share capacity between clients;
 `queue_overload` measures the pace; `stored_responses` knows which endpoint stores which response.
 
-Imported by: `balancer`, `control`, `extras`, `observed`, `placing`, `proxy`, `replicas`, `request_runtime`, `restarts`,
-`runtime`, `sim`, `sim_cli`, `sleeping`, `workers`. Never: the properties of endpoints (`policies` and `endpoints` have
-them).
+Imported by: `balancer`, `commands`, `control`, `driver`, `extras`, `observed`, `placing`, `proxy`, `replicas`,
+`restarts`, `sim`, `sleeping`, `workers`. Never: the properties of endpoints (`policies` and `endpoints` have them).
 """

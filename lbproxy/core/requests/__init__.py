@@ -4,8 +4,8 @@
 Everything here is bytes from outside, or a value made of them, and independent of endpoints. Untrusted input is
 validated here and nowhere else: an `LbError` says what is wrong with a request.
 
-Imported by: `balancer`, `caches`, `control`, `endpoints`, `engines`, `extras`, `knowledge`, `net`, `observed`,
-`placing`, `policies`, `proxy`, `queue`, `replicas`, `request_runtime`, `responses`, `runtime`, `scaling`, `sim`,
-`sim_cli`, `sleeping`, `workers`. Never: state that outlives a request, except the retry budget (`retry`). A new API
-(another wire format) starts here, with a module like `openai`.
+Imported by: `balancer`, `caches`, `commands`, `control`, `driver`, `endpoints`, `engines`, `extras`, `knowledge`,
+`net`, `observed`, `placing`, `policies`, `proxy`, `queue`, `replicas`, `responses`, `scaling`, `sim`, `sleeping`,
+`workers`. Never: state that outlives a request, except the retry budget (`retry`). A new API (another wire format)
+starts here, with a module like `openai`.
 """

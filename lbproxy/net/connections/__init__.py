@@ -5,5 +5,5 @@ writes that are sent together (`corked`).
 `patience` has the deadlines of an attempt: which clock runs, and what happens when it expires. `fetch` gets one small,
 bounded response, for probes and scrapes.
 
-Imported by: `app`, `check`, `control`, `data_plane`, `processes`, `proxy`. Never: retries, or a client.
+Imported by: `commands`, `control`, `processes`, `proxy`. Never: retries, or a client.
 """

@@ -28,6 +28,7 @@ from typing import Final, Protocol, cast
 
 from lbproxy.core.endpoints.credentials import Tls
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
+from lbproxy.driver.pulse import Pulse
 from lbproxy.net.connections.backlog import Backlog
 from lbproxy.net.connections.corked import Cork, Corked
 from lbproxy.net.connections.h1 import MAX_HEAD_BYTES, Framing, PayloadWatcher, ProtocolError, ResponseHead, parse_head
@@ -38,7 +39,6 @@ from lbproxy.net.dialing.names import Names
 from lbproxy.net.dialing.origin import Origin
 from lbproxy.net.dialing.tls import client_context
 from lbproxy.net.dialing.vanished import find_vanished
-from lbproxy.pulse import Pulse
 
 IDLE_S = 3.0
 MAX_IDLE_PER_ORIGIN: Final = 1024

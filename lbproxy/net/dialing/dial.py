@@ -12,11 +12,11 @@ import socket
 from typing import Final
 
 from lbproxy.core.endpoints.credentials import Proxy
+from lbproxy.driver.pulse import Pulse
 from lbproxy.net.dialing.names import Names
 from lbproxy.net.dialing.origin import Origin
 from lbproxy.net.dialing.tls import handshake_problem
 from lbproxy.net.dialing.tunnel import ask_for_tunnel
-from lbproxy.pulse import Pulse
 
 RECEIVE_BUFFER_BYTES = 64 << 10
 """SO_RCVBUF: a slow client stops the endpoint after this and the client's own buffers, not after the kernel's 6 MB."""

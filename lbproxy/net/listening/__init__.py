@@ -4,5 +4,5 @@
 `listener` accepts, `deadlines` limit how long who connected may take, `bind` opens, `inherit` passes sockets on,
 `certificate` is TLS for clients, `notify` reports to systemd.
 
-Imported by: `app`, `cli`, `control`, `data_plane`, `processes`, `proxy`. Never: what is sent on a connection.
+Imported by: `commands`, `control`, `processes`, `proxy`. Never: what is sent on a connection.
 """

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from lbproxy.pulse import Pulse
+from lbproxy.driver.pulse import Pulse
 
 LEAST_READ_RATE: Final = 1 << 10
 """Bytes a second that a client must take on average over `stall_s`: one at a time would take days."""

@@ -6,5 +6,5 @@ all exchanges share, `adapter_calls` sends one call to every endpoint.
 
 It writes to a client's transport, and pauses with it; reading from a client, and its connection's life, are `front`'s.
 
-Imported by: `data_plane`, `front`, `sockets`. Never: which endpoint is next (the Balancer decides).
+Imported by: `front`, `processes`, `sockets`. Never: which endpoint is next (the Balancer decides).
 """

@@ -27,11 +27,11 @@ from lbproxy.core.requests.openai import check_model_name, read_json_body
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.outline import PARSE_AT_ONCE_BYTES
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
+from lbproxy.driver.request_runtime import RequestRuntime
 from lbproxy.net.connections.fetch import send
 from lbproxy.net.connections.pool import ConnectionPool
 from lbproxy.net.dialing.origin import Origin
 from lbproxy.proxy.request.client_request import ClientRequest
-from lbproxy.request_runtime import RequestRuntime
 
 logger = logging.getLogger("lbproxy")
 

@@ -15,12 +15,12 @@ from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.policies.explain import compact
 from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.requests.request import BYTES_PER_TOKEN
+from lbproxy.driver.request_runtime import RequestRuntime
 from lbproxy.net.connections.h1 import ResponseHead
 from lbproxy.net.connections.patience import Limits
 from lbproxy.net.connections.pool import ConnectionPool
 from lbproxy.net.dialing.above import as_ours, host_of
 from lbproxy.net.dialing.origin import Origin
-from lbproxy.request_runtime import RequestRuntime
 
 LARGE_BODY_BYTES: Final = 16 << 10
 """A smaller body is neither counted nor released before its request ends: the other objects of a request cost as much,

@@ -12,10 +12,10 @@ from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.core.requests.retry import FailureKind
+from lbproxy.driver.request_runtime import RequestRuntime
 from lbproxy.proxy.request.client_request import rank_is_gone
 from lbproxy.proxy.request.own_responses import refusal
 from lbproxy.proxy.request.routes import Route
-from lbproxy.request_runtime import RequestRuntime
 
 
 class FailedAttempts(NamedTuple):

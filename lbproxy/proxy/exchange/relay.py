@@ -45,13 +45,13 @@ from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.request import DECODE, Usage
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.core.responses.sse import BodyScanner, EventScanner, IdScanner
+from lbproxy.driver.request_runtime import RequestRuntime
 from lbproxy.net.connections.h1 import PayloadWatcher, ResponseHead
 from lbproxy.net.connections.pool import Connection
 from lbproxy.proxy.exchange.opening import Opening
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.forwarding import Peer
 from lbproxy.proxy.request.headers import client_head
-from lbproxy.request_runtime import RequestRuntime
 
 HOLD_HEAD_S: Final = 0.25
 """How long the head of a stream waits for a first event. Clients would notice a longer delay."""

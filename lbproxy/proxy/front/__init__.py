@@ -5,5 +5,5 @@
 `socket_turn` one that asks for a WebSocket; `bodies` reads request bodies; `arrivals` and `linger` limit how long a
 client may keep something open, beside net/listening/deadlines.py; `overload` protects the process itself.
 
-Imported by: `data_plane`, `processes`. Never: endpoints.
+Imported by: `processes`. Never: endpoints.
 """

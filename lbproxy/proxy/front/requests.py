@@ -16,6 +16,7 @@ from lbproxy.config.tree import Settings
 from lbproxy.core.observed.record import MAX_PATH_CHARS, SUFFIX_CHARS, RequestRecord
 from lbproxy.core.observed.trace import Sampling
 from lbproxy.core.requests.outcome import LbError, Outcome
+from lbproxy.driver.request_runtime import RequestRuntime
 from lbproxy.proxy.exchange.exchanger import LARGE_BODY_BYTES, Exchanger
 from lbproxy.proxy.front.connection import ClientConnection
 from lbproxy.proxy.front.local import LocalRequests
@@ -29,7 +30,6 @@ from lbproxy.proxy.request.keys import KeyRing
 from lbproxy.proxy.request.own_responses import error_response
 from lbproxy.proxy.request.reading import LargeFacts, Reading
 from lbproxy.proxy.request.routes import HEALTH_PATH
-from lbproxy.request_runtime import RequestRuntime
 
 ID_CHARS: Final = 24
 """Of the id of a request whose client gives it none: 96 random bits."""

@@ -23,6 +23,7 @@ from lbproxy.config.tree import Settings
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.outline import PARSE_AT_ONCE_BYTES
+from lbproxy.driver.request_runtime import RequestRuntime
 from lbproxy.net.dialing.vanished import find_vanished
 from lbproxy.net.listening.bind import bind, bound_port
 from lbproxy.net.listening.deadlines import Deadlines
@@ -43,7 +44,6 @@ from lbproxy.proxy.request.headers import SWITCHES, asking_as_it_is, origin_form
 from lbproxy.proxy.request.own_responses import ModelList
 from lbproxy.proxy.request.reading import has_form, has_json
 from lbproxy.proxy.request.routes import ADAPTERS, HEALTH, HEALTH_PATH, Route, find_route, may_generate
-from lbproxy.request_runtime import RequestRuntime
 
 logger = logging.getLogger("lbproxy")
 

@@ -4,5 +4,5 @@
 Heads and fields (`headers`, `plain`, `walk`), paths (`routes`), keys, origins (`cors`), the client's address
 (`forwarding`), the model and the body to send (`reading`), and responses of lbproxy itself (`own_responses`).
 
-Imported by: `data_plane`, `exchange`, `front`. Never: sockets. A new route is a row in `routes`.
+Imported by: `exchange`, `front`, `processes`. Never: sockets. A new route is a row in `routes`.
 """

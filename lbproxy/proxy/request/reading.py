@@ -29,12 +29,12 @@ from lbproxy.core.requests.prompt_keys import BlockKey, hash_prompt
 from lbproxy.core.requests.prompts import Flattening, Prompt
 from lbproxy.core.requests.request import WHOLE, InferenceRequest
 from lbproxy.core.responses.objects import named_in_body, named_in_path
+from lbproxy.driver.request_runtime import RequestRuntime
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.handshake import query_model, with_query_model
 from lbproxy.proxy.request.headers import MAX_SESSION_BYTES
 from lbproxy.proxy.request.legs import is_splittable, refuse_own_fields
 from lbproxy.proxy.request.routes import JSON_BODY, OTHER, Form, form_of, reads_json, stored_response
-from lbproxy.request_runtime import RequestRuntime
 
 Large: TypeAlias = LargeJson | FormWalk
 """A body that was read in many turns of the event loop."""

@@ -30,12 +30,12 @@ from typing import Final, Protocol, TypeVarTuple
 
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.requests.outcome import Outcome
+from lbproxy.driver.request_runtime import RequestRuntime
 from lbproxy.net.connections.backlog import Walker
 from lbproxy.proxy.exchange.relay import PROGRESS_S
 from lbproxy.proxy.sockets import frames
 from lbproxy.proxy.sockets.frames import DATA, Frame, FrameError, close_frame, is_close, is_pong, ping_frame
 from lbproxy.proxy.sockets.side import Side
-from lbproxy.request_runtime import RequestRuntime
 
 Arguments = TypeVarTuple("Arguments")
 PORTION_BYTES: Final = 64 << 10

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """A fleet in virtual time: simulated servers, one or more real Balancers before them, and a workload.
 
-Imported by: `figures`, `sim_cli`. Never: sockets, or the clock of this machine.
+Imported by: `commands`, `figures`. Never: sockets, or the clock of this machine.
 """

@@ -3,5 +3,5 @@
 
 `catalogue` has the workloads that can be named. A new one is a function there.
 
-Imported by: `demo`, `fleet`, `sim_cli`. Never: servers.
+Imported by: `commands`, `demo`, `fleet`. Never: servers.
 """

@@ -36,8 +36,8 @@ from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.queue.ticket import TicketState, Wait
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
+from lbproxy.driver.runtime import Runtime
 from lbproxy.net.listening import deadlines
-from lbproxy.runtime import Runtime
 from tests.control.rig import ADMIN_TOKEN, BEARER, Rig, admin_site, rig
 from tests.support.aio import run, until
 from tests.support.pool import submit

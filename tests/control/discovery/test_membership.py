@@ -12,7 +12,7 @@ from lbproxy.control.discovery import membership
 from lbproxy.control.discovery.membership import JOINED_AT_ONCE, MAX_REST_S, REST_S, Membership
 from lbproxy.control.discovery.watch import APART_S, Watches
 from lbproxy.core.endpoints.endpoint_set import EndpointChanges
-from lbproxy.runtime import Runtime
+from lbproxy.driver.runtime import Runtime
 from tests.support.aio import run, until
 from tests.support.pool import make_balancer, spec
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from lbproxy.commands.sim import Run, fleet_of, workload_of
 from lbproxy.config.balancing import BalancingSettings
 from lbproxy.config.parse import parse_scenario
 from lbproxy.config.sections.routing import RoutingSettings
@@ -16,7 +17,6 @@ from lbproxy.core.policies.registry import make_policy
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.sim.fleet.fleet import Served
-from lbproxy.sim_cli import Run, fleet_of, workload_of
 from tests.support.pool import MODEL, bring_up, make_balancer, spec
 
 

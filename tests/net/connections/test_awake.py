@@ -9,10 +9,10 @@ import time
 import pytest
 
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
+from lbproxy.driver.pulse import Pulse
 from lbproxy.net.connections.fetch import fetch
 from lbproxy.net.connections.pool import Connection, ConnectionPool
 from lbproxy.net.dialing.origin import Origin
-from lbproxy.pulse import Pulse
 from tests.support.aio import run
 from tests.support.endpoint import OK, ScriptedEndpoint, hang
 

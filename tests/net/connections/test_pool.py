@@ -15,6 +15,7 @@ import pytest
 
 from lbproxy.core.endpoints.credentials import Tls
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
+from lbproxy.driver.pulse import Pulse
 from lbproxy.net.connections import pool as pool_module
 from lbproxy.net.connections import upload
 from lbproxy.net.connections.corked import Corked
@@ -24,7 +25,6 @@ from lbproxy.net.connections.patience import Limits
 from lbproxy.net.connections.pool import Connection, ConnectionPool
 from lbproxy.net.dialing.names import Address, Names
 from lbproxy.net.dialing.origin import Origin
-from lbproxy.pulse import Pulse
 from tests.support.aio import run, stand_still, until
 from tests.support.certificates import CA, server_context
 from tests.support.compiled import interpreted

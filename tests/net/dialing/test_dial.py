@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 
 from lbproxy.core.requests.retry import UpstreamError
+from lbproxy.driver.pulse import Pulse
 from lbproxy.net.connections.pool import ConnectionPool
 from lbproxy.net.dialing.origin import Origin
-from lbproxy.pulse import Pulse
 from tests.support.aio import run
 from tests.support.garbage import left_by
 from tests.support.ports import free_port

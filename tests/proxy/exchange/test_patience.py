@@ -9,9 +9,9 @@ from typing import cast
 
 import pytest
 
-from lbproxy import model_look
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.requests.outcome import Outcome
+from lbproxy.driver import model_look
 from lbproxy.net.connections import corked
 from lbproxy.net.connections.pool import Connection
 from lbproxy.net.dialing.origin import Origin

@@ -18,13 +18,13 @@ from aiohttp.streams import StreamReader
 from lbproxy.config.tree import Settings
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.requests.outcome import LbError, Outcome
+from lbproxy.driver.pulse import Pulse
 from lbproxy.net.connections.backlog import Backlog
 from lbproxy.net.listening import deadlines
 from lbproxy.net.listening.deadlines import LEAST_READ_RATE
 from lbproxy.proxy.front import arrivals, bodies
 from lbproxy.proxy.front.arrivals import Arrivals
 from lbproxy.proxy.front.overload import Overload, Unmetered
-from lbproxy.pulse import Pulse
 from tests.support.aio import run, until, virtually
 from tests.support.endpoint import LAST, STREAM_HEAD, Received, ScriptedEndpoint, Wire, chunk, event, hang
 from tests.support.rig import post, rig, settings_for

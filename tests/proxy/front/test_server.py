@@ -10,7 +10,7 @@ import json
 import pytest
 
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.runtime import Runtime
+from lbproxy.driver.runtime import Runtime
 from tests.support.aio import run, until
 from tests.support.compiled import interpreted
 from tests.support.endpoint import LAST, OK, Received, Script, ScriptedEndpoint, Wire, answer, reset

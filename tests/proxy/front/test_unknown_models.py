@@ -17,7 +17,7 @@ from lbproxy.control.probing.prober import Prober
 from lbproxy.core.endpoints.endpoint import EndpointSpec, EndpointUid
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.requests.openai import synthetic_card
-from lbproxy.model_look import LOOK_AGAIN_S, LOOK_S
+from lbproxy.driver.model_look import LOOK_AGAIN_S, LOOK_S
 from tests.support.aio import run, until
 from tests.support.endpoint import OK, Script, ScriptedEndpoint, answer
 from tests.support.rig import Rig, post, rig

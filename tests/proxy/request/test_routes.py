@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.request import InferenceRequest
+from lbproxy.driver.request_runtime import RequestRuntime
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.headers import read_request_fields
 from lbproxy.proxy.request.legs import NIXL_FIRST, OWN_FIELDS, Bodies
 from lbproxy.proxy.request.reading import Reading
 from lbproxy.proxy.request.routes import _LORA_PATHS, _ROUTES, Body, Form, find_route, form_of, served_path
-from lbproxy.request_runtime import RequestRuntime
 from tests.support.compiled import interpreted
 from tests.support.rig import settings_for
 

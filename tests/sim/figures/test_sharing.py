@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import pytest
 
+from lbproxy.commands.sim import Run, runs_of, serve, workload_of
 from lbproxy.config.parse import parse_scenario
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.figures.sharing import Share, as_json, by_flow, rows
 from lbproxy.sim.fleet.fleet import Served
 from lbproxy.sim.workloads.catalogue import make_workload
 from lbproxy.sim.workloads.clients import Clients, Source
-from lbproxy.sim_cli import Run, runs_of, serve, workload_of
 
 TWO = """
 fleet: [{count: 2}]

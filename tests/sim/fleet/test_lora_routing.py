@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections import Counter
 
+from lbproxy.commands.sim import Run, runs_of, serve, serve_workload
 from lbproxy.config.scenario import Scenario
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.figures.report import summarise
 from lbproxy.sim.fleet.fleet import Served
 from lbproxy.sim.workloads.prompts import Piece
 from lbproxy.sim.workloads.workload import Job, OpenLoop, Workload, fresh_ids
-from lbproxy.sim_cli import Run, runs_of, serve, serve_workload
 
 
 def run_of(

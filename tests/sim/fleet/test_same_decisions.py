@@ -28,7 +28,7 @@ from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.requests.openai import ModelCard
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
-from lbproxy.runtime import Runtime
+from lbproxy.driver.runtime import Runtime
 from lbproxy.sim.engine.presets import PRESETS
 from lbproxy.sim.fleet.cluster import Fleet
 from lbproxy.sim.fleet.fleet import FleetOptions, Server

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 
-from lbproxy.process import COLLECT_AFTER
+from lbproxy.processes.process import COLLECT_AFTER
 
 
 def test_a_collection_of_young_objects_looks_at_a_bounded_number() -> None:

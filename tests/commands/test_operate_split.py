@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from lbproxy.terminal.tables import decisions, explanation, fleet
-from lbproxy.terminal.top import picture
-from tests.test_terminal import drawn, endpoint, state
+from lbproxy.commands.tables import decisions, explanation, fleet
+from lbproxy.commands.top import picture
+from tests.commands.test_operate import drawn, endpoint, state
 
 
 def request(**more: object) -> dict[str, Any]:

@@ -23,6 +23,9 @@ from lbproxy.control.families.common import Tracing as TraceResults
 from lbproxy.control.telemetry.memory import Memory
 from lbproxy.control.telemetry.telemetry import Connections, Ticker
 from lbproxy.core.observed.sink import Sink
+from lbproxy.driver.pulse import Pulse
+from lbproxy.driver.request_runtime import RequestRuntime
+from lbproxy.driver.runtime import Runtime
 from lbproxy.extras.tracing import Tracing
 from lbproxy.net.connections.pool import ConnectionPool
 from lbproxy.net.listening.listener import Listener
@@ -31,9 +34,6 @@ from lbproxy.proxy.exchange.exchanger import Exchanger
 from lbproxy.proxy.front.overload import Overload
 from lbproxy.proxy.front.server import FrontEnd
 from lbproxy.proxy.request.keys import KeyRing
-from lbproxy.pulse import Pulse
-from lbproxy.request_runtime import RequestRuntime
-from lbproxy.runtime import Runtime
 
 if TYPE_CHECKING:
     from lbproxy.extras.traces import Traces

@@ -20,8 +20,8 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from lbproxy.terminal.client import AdminClient, AdminError, Fields
-from lbproxy.terminal.tables import decisions, fleet, summary, transitions
+from lbproxy.commands.client import AdminClient, AdminError, Fields
+from lbproxy.commands.tables import decisions, fleet, summary, transitions
 
 AGAIN_S = 1.0
 MAX_TRANSITIONS = 3

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from lbproxy.pulse import STILL_S, Pulse
+from lbproxy.driver.pulse import STILL_S, Pulse
 from tests.support.aio import run, until
 from tests.support.garbage import left_by
 

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from lbproxy import __version__
-from lbproxy.check import ASKED, COSTS, NO_LOAD, NOT_ASKED, _keyless, check
+from lbproxy.commands.check import ASKED, COSTS, NO_LOAD, NOT_ASKED, _keyless, check
 from lbproxy.config.parse import parse
 from lbproxy.core.engines.dialects import SIGNALS
 from lbproxy.core.engines.readings import MAX_LORA
@@ -25,7 +25,7 @@ from tests.support.ports import free_port
 from tests.support.process import LBPROXY
 from tests.support.redis_server import needs_redis, redis_server
 
-FIXTURES = Path(__file__).parent / "fixtures" / "metrics"
+FIXTURES = Path(__file__).parent.parent / "fixtures" / "metrics"
 
 
 def checked(

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from lbproxy import __version__, process
+from lbproxy import __version__
 from lbproxy.config.sections.access import AdminSettings, ListenSettings
 from lbproxy.config.sections.clients import Address
 from lbproxy.config.text import ConfigError
@@ -52,14 +52,15 @@ from lbproxy.core.engines.dialects import Engines
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.observed.sink import Sink
 from lbproxy.core.policies.registry import make_policy
-from lbproxy.data_plane import DataPlane, Loop, Parts, Plane, listening_url
+from lbproxy.driver.runtime import Runtime, logger
 from lbproxy.extras.kv_events import KvEvents, find_kv_events
 from lbproxy.extras.replication import make_replication
 from lbproxy.net.connections.pool import ConnectionPool
 from lbproxy.net.listening.bind import open_sockets
 from lbproxy.net.listening.inherit import HandedOver, Inherited, hand_over
 from lbproxy.net.listening.notify import Notifier
-from lbproxy.runtime import Runtime, logger
+from lbproxy.processes import process
+from lbproxy.processes.data_plane import DataPlane, Loop, Parts, Plane, listening_url
 
 SUCCESSOR_WAITS_S = 3.0
 """How long a successor waits for its first endpoint before it accepts: its predecessor serves meanwhile."""

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 
-from lbproxy.by_address import ByAddress
 from lbproxy.config.tree import Settings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec, EndpointUid
@@ -37,9 +36,10 @@ from lbproxy.core.requests.openai import ModelCard
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.core.requests.retry import FailureKind, UpstreamError, Verdict
-from lbproxy.model_look import ModelLook, ModelReader
-from lbproxy.pulse import Pulse
-from lbproxy.request_runtime import RequestRuntime
+from lbproxy.driver.by_address import ByAddress
+from lbproxy.driver.model_look import ModelLook, ModelReader
+from lbproxy.driver.pulse import Pulse
+from lbproxy.driver.request_runtime import RequestRuntime
 
 logger = logging.getLogger("lbproxy")
 

@@ -20,9 +20,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from lbproxy import __version__, process
+from lbproxy import __version__
 from lbproxy.config import addresses
 from lbproxy.config.text import ConfigError
+from lbproxy.processes import process
 
 # The settings are imported by commands that read some: pydantic takes 0.2 s of CPU, which the others need not wait for.
 if TYPE_CHECKING:
@@ -227,14 +228,14 @@ def _add_admin_commands(commands: Subparsers) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from lbproxy.settings_file import parse_text, read_text  # noqa: PLC0415
+    from lbproxy.processes.settings_file import parse_text, read_text  # noqa: PLC0415
 
     text = read_text(args.config)
     settings = parse_text(text, args.config)
     # What a start makes stays: to look through it for garbage again and again takes a twentieth of the start.
     gc.disable()
-    from lbproxy import app  # noqa: PLC0415 - heavy, and `--help` or a bad file need not wait for it
     from lbproxy.net.listening.inherit import own_command  # noqa: PLC0415
+    from lbproxy.processes import app  # noqa: PLC0415 - heavy, and `--help` or a bad file need not wait for it
     from lbproxy.processes.control import Text  # noqa: PLC0415
     from lbproxy.processes.supervisor import supervise, worker_count  # noqa: PLC0415
 
@@ -261,7 +262,7 @@ def _warn_if_interpreted(_: object) -> None:
 
 def _check(args: argparse.Namespace) -> int:
     settings = _read_settings(args.config)
-    from lbproxy.check import check  # noqa: PLC0415
+    from lbproxy.commands.check import check  # noqa: PLC0415
 
     return process.run(check(settings))
 
@@ -384,27 +385,27 @@ def _mock(args: argparse.Namespace) -> int:
 def _sim(args: argparse.Namespace) -> int:
     from rich.console import Console  # noqa: PLC0415
 
-    from lbproxy import sim_cli  # noqa: PLC0415
+    from lbproxy.commands import sim  # noqa: PLC0415
 
     # Into a file or a pipe the tables go at a width that holds them.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
     if args.list:
-        sim_cli.show_workloads(console)
+        sim.show_workloads(console)
         return 0
     form = Path(args.plot or ".png").suffix.removeprefix(".")
-    problem = sim_cli.unusable(scenario=args.scenario, processes=args.processes, plot=args.plot and form)
+    problem = sim.unusable(scenario=args.scenario, processes=args.processes, plot=args.plot and form)
     if problem is not None:
         print(f"lbproxy sim: {problem}", file=sys.stderr)
         return 2
     from lbproxy.config.parse import parse_scenario  # noqa: PLC0415
-    from lbproxy.settings_file import read_text  # noqa: PLC0415
+    from lbproxy.processes.settings_file import read_text  # noqa: PLC0415
 
     scenario = parse_scenario(read_text(args.scenario), environ=os.environ, source=args.scenario)
     trace = next((one.trace for one in scenario.sources if one.trace), None)
     lines = None if trace is None else Path(trace).read_text("utf-8").splitlines()
-    runs = sim_cli.runs_of(scenario, source=args.scenario, trace=lines)
-    comparison = sim_cli.compare(runs, processes=args.processes, console=console)
-    sim_cli.show(comparison, console)
+    runs = sim.runs_of(scenario, source=args.scenario, trace=lines)
+    comparison = sim.compare(runs, processes=args.processes, console=console)
+    sim.show(comparison, console)
     if args.json:
         Path(args.json).write_bytes(comparison.json())
     if args.markdown:
@@ -417,31 +418,31 @@ def _sim(args: argparse.Namespace) -> int:
 def _remote(args: argparse.Namespace) -> int:
     from rich.console import Console  # noqa: PLC0415
 
-    from lbproxy.terminal import commands  # noqa: PLC0415
-    from lbproxy.terminal.client import AdminClient, AdminError  # noqa: PLC0415
-    from lbproxy.terminal.top import top  # noqa: PLC0415
+    from lbproxy.commands import operate  # noqa: PLC0415
+    from lbproxy.commands.client import AdminClient, AdminError  # noqa: PLC0415
+    from lbproxy.commands.top import top  # noqa: PLC0415
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     try:
         client = AdminClient(args.admin, os.environ.get("LBPROXY_ADMIN_TOKEN"))
         match args.command:
             case "status":
-                return commands.status(client, console, as_json=args.json, legend=args.legend)
+                return operate.status(client, console, as_json=args.json, legend=args.legend)
             case "top":
                 return top(client, console)
             case "drain":
                 wait, timeout_s, force = args.wait, args.timeout, args.force
-                return commands.drain(client, console, args.name, wait=wait, timeout_s=timeout_s, force=force)
+                return operate.drain(client, console, args.name, wait=wait, timeout_s=timeout_s, force=force)
             case "undrain":
-                return commands.undrain(client, console, args.name)
+                return operate.undrain(client, console, args.name)
             case "sleep" | "wake":
-                return commands.set_awake(client, console, args.name, awake=args.command == "wake")
+                return operate.set_awake(client, console, args.name, awake=args.command == "wake")
             case "admin-token":
-                return commands.admin_token(client)
+                return operate.admin_token(client)
             case "dashboard":
-                return commands.dashboard(client)
+                return operate.dashboard(client)
             case _:
-                return commands.explain(client, console, args.id, as_json=args.json)
+                return operate.explain(client, console, args.id, as_json=args.json)
     except AdminError as error:
         print(f"lbproxy {args.command}: {error}", file=sys.stderr)
         return 1
@@ -465,7 +466,7 @@ _COMMANDS: dict[str | None, Callable[[argparse.Namespace], int]] = {
 
 def _read_settings(path: str) -> Settings:
     """The settings in a file. Raises ConfigError, OSError."""
-    from lbproxy.settings_file import parse_text, read_text  # noqa: PLC0415
+    from lbproxy.processes.settings_file import parse_text, read_text  # noqa: PLC0415
 
     return parse_text(read_text(path), path)
 

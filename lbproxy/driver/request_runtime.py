@@ -26,7 +26,7 @@ from lbproxy.core.requests.openai import ModelCard
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.core.requests.retry import FailureKind, UpstreamError, Verdict
-from lbproxy.pulse import Pulse
+from lbproxy.driver.pulse import Pulse
 
 
 class RequestRuntime(ABC):

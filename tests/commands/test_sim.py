@@ -10,7 +10,8 @@ from typing import get_args
 import pytest
 from pydantic import BaseModel
 
-from lbproxy.cli import main
+from lbproxy.commands.cli import main
+from lbproxy.commands.sim import fleet_options, label, run_all, runs_of
 from lbproxy.config.descriptions import descriptions
 from lbproxy.config.parse import parse_scenario
 from lbproxy.config.scenario import (
@@ -29,7 +30,6 @@ from lbproxy.sim.engine.presets import PRESETS
 from lbproxy.sim.figures.plots import can_plot
 from lbproxy.sim.fleet.fleet import BalancerFault, Exchanged
 from lbproxy.sim.workloads.catalogue import WORKLOADS, workload_parameters
-from lbproxy.sim_cli import fleet_options, label, run_all, runs_of
 from tests.support.docs import DOCS, blocks, expect_generated, table
 
 SMALL = """

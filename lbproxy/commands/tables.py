@@ -14,7 +14,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lbproxy.terminal.client import Fields
+from lbproxy.commands.client import Fields
 
 MAX_NAME = 24
 MAX_ROUTE = 16

@@ -11,10 +11,10 @@ import httpx
 import pytest
 from rich.console import Console
 
-from lbproxy.terminal import commands
-from lbproxy.terminal.client import AdminClient, AdminError
-from lbproxy.terminal.tables import fleet, summary
-from tests.test_terminal import answering, drawn, endpoint, state
+from lbproxy.commands import operate
+from lbproxy.commands.client import AdminClient, AdminError
+from lbproxy.commands.tables import fleet, summary
+from tests.commands.test_operate import answering, drawn, endpoint, state
 
 
 def sleeping(name: str, phase: str, *, left_s: float | None = None, **more: object) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def test_commands_ask_for_it(awake: bool) -> None:
         return httpx.Response(200, json={"name": "a", "sleep": None})
 
     console = Console(file=io.StringIO(), width=80)
-    assert commands.set_awake(answering(answer), console, "a", awake=awake) == 0
+    assert operate.set_awake(answering(answer), console, "a", awake=awake) == 0
     assert asked == [f"/admin/endpoints/a/{'wake' if awake else 'sleep'}"]
 
 
@@ -61,4 +61,4 @@ def test_why_it_cannot_be_is_said() -> None:
     refused = httpx.Response(409, json={"error": {"message": "a cannot be woken: it is off."}})
     client: AdminClient = answering(lambda _: refused)
     with pytest.raises(AdminError, match="a cannot be woken"):
-        commands.set_awake(client, Console(file=io.StringIO()), "a", awake=True)
+        operate.set_awake(client, Console(file=io.StringIO()), "a", awake=True)

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 
+from lbproxy.commands.client import AdminClient, AdminError, Fields
+from lbproxy.commands.tables import LEGEND, explanation, fleet, offer, plain, replicas, summary, workers
 from lbproxy.control.admin.made_token import dashboard_link
-from lbproxy.terminal.client import AdminClient, AdminError, Fields
-from lbproxy.terminal.tables import LEGEND, explanation, fleet, offer, plain, replicas, summary, workers
 
 POLL_S = 0.25
 _NONE_NEEDED = "it listens on a Unix socket, which needs none, or found no folder for one (as its log says)"

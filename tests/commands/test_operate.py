@@ -23,12 +23,12 @@ import httpx
 import pytest
 from rich.console import Console
 
-from lbproxy.cli import _parser, main
+from lbproxy.commands import operate
+from lbproxy.commands.cli import _parser, main
+from lbproxy.commands.client import AdminClient, AdminError
+from lbproxy.commands.tables import decisions, explanation, fleet, offer, replicas, summary, transitions
+from lbproxy.commands.top import picture
 from lbproxy.config import addresses
-from lbproxy.terminal import commands
-from lbproxy.terminal.client import AdminClient, AdminError
-from lbproxy.terminal.tables import decisions, explanation, fleet, offer, replicas, summary, transitions
-from lbproxy.terminal.top import picture
 from tests.support.process import LBPROXY, changing, lbproxy, mock
 
 
@@ -313,7 +313,7 @@ def answering(answer: Callable[[httpx.Request], httpx.Response]) -> AdminClient:
 def test_a_drain_waits_for_the_last_request_or_for_the_time() -> None:
     left: list[int | None] = [4, 4, 2, None, 0]  # None: a worker process has not said what runs there
     fleet_of = [endpoint("pool/a"), endpoint("pool/b")]
-    drain = partial(commands.drain, force=False)
+    drain = partial(operate.drain, force=False)
 
     def answer(request: httpx.Request) -> httpx.Response:
         assert request.headers["authorization"] == "Bearer secret"
@@ -348,7 +348,7 @@ def test_the_last_endpoint_of_a_model_is_drained_by_force_only() -> None:
         return httpx.Response(200, json=last if request.method == "GET" else {"in_flight": 0})
 
     console = Console(file=io.StringIO(), width=120)
-    drain = partial(commands.drain, answering(answer), console, "a", wait=False, timeout_s=None)
+    drain = partial(operate.drain, answering(answer), console, "a", wait=False, timeout_s=None)
     assert drain(force=False) == 1
     assert asked == [("GET", b"/admin/endpoints")]
     assert drain(force=True) == 0
@@ -378,12 +378,12 @@ def test_the_last_endpoint_of_a_model_is_drained_by_force_only() -> None:
 )
 def test_which_models_only_the_endpoint_to_be_drained_takes(others: list[dict[str, Any]], alone: list[str]) -> None:
     fleet_of = [endpoint("a", models=["m", "n"]), *others]
-    assert commands.only_there(fleet_of, "a") == alone
+    assert operate.only_there(fleet_of, "a") == alone
     ranks = [endpoint("a#0", models=["m", "n"]), endpoint("a#1", models=["m", "n"]), *others]
-    assert commands.only_there(ranks, "a") == alone, "a server, by all of its ranks"
-    assert commands.only_there(ranks, "a#0") == [], "the other rank takes them"
+    assert operate.only_there(ranks, "a") == alone, "a server, by all of its ranks"
+    assert operate.only_there(ranks, "a#0") == [], "the other rank takes them"
     down = [endpoint("a", models=["m", "n"], health="down"), *others]
-    assert commands.only_there(down, "a") == [], "it takes none itself"
+    assert operate.only_there(down, "a") == [], "it takes none itself"
 
 
 def test_without_an_id_the_last_request_is_explained() -> None:
@@ -395,11 +395,11 @@ def test_without_an_id_the_last_request_is_explained() -> None:
         return httpx.Response(200, json=found)
 
     console = Console(file=io.StringIO(), width=80)
-    assert commands.explain(answering(answer), console, None, as_json=True) == 0
+    assert operate.explain(answering(answer), console, None, as_json=True) == 0
     assert asked == ["/admin/decisions", "/admin/decisions/the%2Flast"]
     found["decisions"] = []
     with pytest.raises(AdminError, match="no request has ended yet"):
-        commands.explain(answering(answer), console, None, as_json=True)
+        operate.explain(answering(answer), console, None, as_json=True)
 
 
 @pytest.mark.parametrize(
