@@ -35,7 +35,7 @@ from lbproxy.core.scaling.advice import ModelScaling
 from lbproxy.sim.engine.presets import PRESETS, Preset
 from lbproxy.sim.figures.report import as_table
 from lbproxy.sim.fleet.cluster import Fleet
-from lbproxy.sim.fleet.fleet import BASE_MODEL, FleetOptions, Sample, Served, Server
+from lbproxy.sim.fleet.fleet import BASE_MODEL, FleetOptions, QueueSample, Served, SimulatedServer
 from lbproxy.sim.workloads.prompts import Piece
 from lbproxy.sim.workloads.workload import Arrival, Job, OpenLoop, fresh_ids, lognormal
 
@@ -132,7 +132,7 @@ class Watched:
             made.append(Balancer(make_policy(RoutingSettings(), rng), settings, rng=rng))
             return made[-1]
 
-        server = Server(workload.server)
+        server = SimulatedServer(workload.server)
         self.fleet = Fleet(FleetOptions(servers=(server,) * servers), jobs, make, seed=seed)
         self.balancer = made[0]
 
@@ -245,7 +245,7 @@ class Follower:
             watched.balancer.drain(uid)
         watched.fleet.watch(5.0, self._look)
 
-    def _look(self, sample: Sample) -> None:
+    def _look(self, sample: QueueSample) -> None:
         now, balancer = sample.at, self.watched.balancer
         if sample.waiting:
             self.quiet_since = now

@@ -32,10 +32,10 @@ import uvloop
 from PIL import Image
 
 from lbproxy.demo.figures import of_phase
-from lbproxy.demo.fleet import Fields, Fleet
-from lbproxy.demo.load import Load
+from lbproxy.demo.fleet import DemoFleet, Fields
+from lbproxy.demo.load import DemoLoad
 from lbproxy.demo.show import clock
-from lbproxy.demo.timeline import SLOWNESS, Act, Step, Timeline, Verb
+from lbproxy.demo.timeline import SLOWNESS, Act, Timeline, TimelineStep, Verb
 from lbproxy.demo.traffic import MODEL, SERVERS, mock_arguments
 from lbproxy.sim.workloads.mix import everyday
 from tests.support.browser import BROWSER
@@ -105,26 +105,28 @@ def night(names: tuple[str, ...]) -> Timeline:
     slow, dead, third = names[2], names[4], names[:2]
     return Timeline(
         (
-            Step(0.0, "all is well", "All is well."),
-            Step(
+            TimelineStep(0.0, "all is well", "All is well."),
+            TimelineStep(
                 30.0,
                 "slow",
                 f"`{slow}` becomes {SLOWNESS} times as slow. Its `/health` returns 200 all the time.",
                 (Act(Verb.SLOW, (slow,)),),
             ),
-            Step(
+            TimelineStep(
                 240.0,
                 "dead",
                 f"`{dead}` is killed (`kill -9`), while `{slow}` is still slow.",
                 (Act(Verb.KILL, (dead,)),),
             ),
-            Step(
+            TimelineStep(
                 380.0,
                 "back",
                 f"`{dead}` is started again, with an empty cache. `{slow}` is as fast as it was.",
                 (Act(Verb.WELL, (slow,)), Act(Verb.START, (dead,))),
             ),
-            Step(420.0, "deploy", f"A deploy: `{third[0]}` and `{third[1]}`, a third of the fleet, get a new version."),
+            TimelineStep(
+                420.0, "deploy", f"A deploy: `{third[0]}` and `{third[1]}`, a third of the fleet, get a new version."
+            ),
         ),
         480.0,
     )
@@ -136,7 +138,7 @@ def night(names: tuple[str, ...]) -> Timeline:
 class Night:
     """One run."""
 
-    def __init__(self, fleet: Fleet, load: Load, prometheus: str, http: aiohttp.ClientSession) -> None:
+    def __init__(self, fleet: DemoFleet, load: DemoLoad, prometheus: str, http: aiohttp.ClientSession) -> None:
         self.timeline = night(fleet.names)
         self.alerts: list[Change] = []
         self.shown: list[list[Shown]] = [[] for _ in self.timeline.steps]
@@ -388,9 +390,9 @@ async def main() -> None:
     """See the module."""
     mock = mock_arguments(SERVERS)
     settings = "listen: 127.0.0.1:0\nadmin: 127.0.0.1:0\n"
-    async with Fleet(tuple(mock), mock=mock, settings=settings) as fleet, prometheus(fleet.admin_url) as server:
+    async with DemoFleet(tuple(mock), mock=mock, settings=settings) as fleet, prometheus(fleet.admin_url) as server:
         length_s = night(fleet.names).ends_s
-        load = Load(fleet.url, MODEL, everyday(SEED, rate=RATE, duration_s=length_s))
+        load = DemoLoad(fleet.url, MODEL, everyday(SEED, rate=RATE, duration_s=length_s))
         async with aiohttp.ClientSession() as http:
             # Only what goes wrong; it is printed at the end.
             token = {"Authorization": f"Bearer {fleet.token}"}

@@ -38,7 +38,7 @@ from lbproxy.config.sections.endpoints import ScrapeSettings
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.figures.report import as_table, percentile
 from lbproxy.sim.figures.sharing import REFUSED
-from lbproxy.sim.fleet.fleet import Sample, Served
+from lbproxy.sim.fleet.fleet import QueueSample, Served
 
 HERE = Path(__file__).parent
 RESULTS, PAGE = HERE / "results" / "overload.json", HERE / "OVERLOAD.md"
@@ -169,14 +169,14 @@ class Figures:
 
 def run_cell(run: Run, seconds: float) -> Figures:
     """One simulation. Deterministic."""
-    samples: list[Sample] = []
+    samples: list[QueueSample] = []
     fleet = fleet_of(run, workload_of(run))
     fleet.watch(SAMPLE_S, samples.append)
     served = fleet.run(until_s=seconds + LINGER_S)
     return figures(served, samples, min(WARM_UP_S, seconds / 3), seconds)
 
 
-def figures(served: Sequence[Served], samples: Sequence[Sample], begin: float, end: float) -> Figures:
+def figures(served: Sequence[Served], samples: Sequence[QueueSample], begin: float, end: float) -> Figures:
     """Of what happened from `begin` to `end`."""
     came = [one for one in served if begin <= one.submitted_at < end]
     ended = [one for one in served if one.outcome is Outcome.COMPLETED and begin <= one.ended_at < end]

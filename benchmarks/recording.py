@@ -23,7 +23,7 @@ from rich.segment import Segment
 from rich.style import Style
 
 from lbproxy.demo.show import EIGHTHS, picture, summary
-from lbproxy.demo.traffic import Options, View, run_traffic
+from lbproxy.demo.traffic import TrafficOptions, View, run_traffic
 
 OUT = Path(__file__).parents[1] / "docs" / "images" / "demo.gif"
 COLUMNS, ROWS = 80, 21
@@ -106,7 +106,9 @@ async def record(seed: int) -> tuple[list[Image.Image], View]:
             frames.append(painter.frame(lines(view)))
             due_s, number = view.elapsed_s + EVERY_S, view.number
 
-    end = await run_traffic(Options(listen="127.0.0.1:8080", admin="127.0.0.1:9901", seed=seed), asyncio.Event(), show)
+    end = await run_traffic(
+        TrafficOptions(listen="127.0.0.1:8080", admin="127.0.0.1:9901", seed=seed), asyncio.Event(), show
+    )
     assert end is not None
     frames.append(painter.frame(lines(end)))
     return frames, end

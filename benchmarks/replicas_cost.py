@@ -29,15 +29,15 @@ from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.sim.engine.presets import PRESETS
 from lbproxy.sim.fleet.cluster import Fleet
 from lbproxy.sim.fleet.des import EventHeap
-from lbproxy.sim.fleet.fleet import Exchanged, FleetOptions, Server
-from lbproxy.sim.fleet.replicas import Exchange
+from lbproxy.sim.fleet.fleet import ExchangeRules, FleetOptions, SimulatedServer
+from lbproxy.sim.fleet.replicas import ReplicaExchange
 from lbproxy.sim.workloads.catalogue import make_workload
 
 HOUR_S = 3600.0
 RATE, REPLICAS, SERVERS = 10, 4, 8
-RUNS: Mapping[str, Exchanged] = {
-    "50 ms": Exchanged(),
-    "50 ms; 1 % lost, 2 % twice, 2 % late": Exchanged(lost=0.01, repeated=0.02, late=0.02),
+RUNS: Mapping[str, ExchangeRules] = {
+    "50 ms": ExchangeRules(),
+    "50 ms; 1 % lost, 2 % twice, 2 % late": ExchangeRules(lost=0.01, repeated=0.02, late=0.02),
 }
 ABOUT = f"""b2b at {RATE} requests/s for an hour, {REPLICAS} replicas, prompts of 28.8 KB (28 keys), not compiled. Per
 1,000 requests: batches and KB that all replicas send; CPU milliseconds of the sender and of one receiver. *Others in
@@ -84,7 +84,7 @@ class Busy:
     hear_us: float
 
 
-class MeasuredExchange(Exchange):
+class MeasuredExchange(ReplicaExchange):
     """Counts the CPU of both sides."""
 
     def __init__(self, *args: object, **more: object) -> None:
@@ -145,11 +145,11 @@ def measure(duration_s: float = HOUR_S) -> list[Cost]:
     return [cost_of(name, options, duration_s) for name, options in RUNS.items()]
 
 
-def cost_of(name: str, exchanged: Exchanged, duration_s: float) -> Cost:
+def cost_of(name: str, exchanged: ExchangeRules, duration_s: float) -> Cost:
     """One run, with progress on stderr."""
     ladder = {"first_rate": RATE, "last_rate": RATE, "step_s": duration_s, "warm_up_s": 0}
     options = FleetOptions(
-        servers=(Server(PRESETS["qwen-32b-2xh100"]),) * SERVERS, balancers=REPLICAS, exchange=exchanged
+        servers=(SimulatedServer(PRESETS["qwen-32b-2xh100"]),) * SERVERS, balancers=REPLICAS, exchange=exchanged
     )
     fleet = MeasuredFleet(options, make_workload("ladder", ladder, seed=1), _balancer, seed=1)
     exchange, sizes = fleet.exchange, []

@@ -34,7 +34,7 @@ from lbproxy.core.policies.registry import make_policy
 from lbproxy.core.saved.lines import encode, read_lines
 from lbproxy.sim.engine.presets import PRESETS
 from lbproxy.sim.fleet.cluster import Fleet
-from lbproxy.sim.fleet.fleet import FleetOptions, Served, Server
+from lbproxy.sim.fleet.fleet import FleetOptions, Served, SimulatedServer
 from lbproxy.sim.fleet.restart import NewEngine, Restart, RestartedFleet, mean_ttft
 from lbproxy.sim.workloads.catalogue import LADDER_RATES, make_workload
 from lbproxy.sim.workloads.workload import Workload
@@ -69,7 +69,7 @@ def workload(rate: float, seed: int) -> Workload:
 
 
 def run(restart: Restart | None, rate: float, seed: int, *, gauges: bool = True) -> list[Served]:
-    options = FleetOptions(servers=(Server(QWEN),) * SERVERS, scrape_interval_s=0.2 if gauges else None)
+    options = FleetOptions(servers=(SimulatedServer(QWEN),) * SERVERS, scrape_interval_s=0.2 if gauges else None)
     made: Fleet
     if restart is None:
         made = Fleet(options, workload(rate, seed), balancer, seed=seed)

@@ -107,6 +107,13 @@ LARGE = {
     "FixedEngine": 19,
 }
 """Classes that have more, and how many at most: these numbers only shrink."""
+SHARED_NAMES = {
+    "Step": "of an exchange, and of what the size of a cache is learned from: each is an enum or a tuple of one module",
+    "Turn": "a request on a client's connection (docs/architecture.md), and a pass through the queue",
+}
+"""Names of classes that stand in more than one module, and why they may: their number only shrinks. Who looks for a
+name should find the one thing that has it.
+"""
 MAX_FILE_LINES = 700
 """Without the line of the licence."""
 LICENCE = "# SPDX-License-Identifier: Apache-2.0"
@@ -363,6 +370,16 @@ def test_no_class_has_too_many_attributes(file: Path) -> None:
         if isinstance(node, ast.ClassDef) and not node.decorator_list:
             count = len(attributes(node))
             assert count <= LARGE.get(node.name, MAX_ATTRIBUTES), f"{node.name} has {count}"
+
+
+def test_a_class_has_its_name_for_itself() -> None:
+    places = Counter(name for file in FILES for name in {one.name for one in classes(file)})
+    assert {name for name, count in places.items() if count > 1} == {*SHARED_NAMES}
+
+
+def classes(file: Path) -> list[ast.ClassDef]:
+    """Its classes, at any depth."""
+    return [node for node in nodes(file) if isinstance(node, ast.ClassDef)]
 
 
 def attributes(node: ast.ClassDef) -> set[str]:

@@ -10,7 +10,7 @@ import pytest
 from lbproxy.config.parse import parse
 from lbproxy.config.sections.engines import BUILT_IN_ENGINES, MetricRatio, MetricSpec, Signal
 from lbproxy.core.engines.dialects import ENGINES, SIGNALS, Engines, EngineTable
-from lbproxy.core.engines.readings import PageReader, Reading
+from lbproxy.core.engines.readings import PageReader, PageReading
 from tests.support.docs import DOCS, blocks, expect_generated, table
 
 PAGE = DOCS / "engines.md"
@@ -48,14 +48,14 @@ def test_names() -> None:
     expect_generated(PAGE, "names", table(["engine", "signal", "where"], rows))
 
 
-def value_text(reading: Reading, name: str) -> str:
+def value_text(reading: PageReading, name: str) -> str:
     if name in reading.missing:
         return "missing"
     value = None if reading.metrics is None else getattr(reading.metrics, name)
     return "-" if value is None else f"{value:.2f}" if name == "kv_utilization" else f"{value:,.0f}"
 
 
-def reading_of(page: bytes, engine: str, engines: Engines) -> Reading:
+def reading_of(page: bytes, engine: str, engines: Engines) -> PageReading:
     return PageReader(engines.tables[engine], keep_s=0.0).read(page, scraped_at=0.0, wall_time=WALL_TIME)
 
 

@@ -28,7 +28,7 @@ from typing import TypeAlias
 import orjson
 
 from benchmarks.http_routing.cells import MODEL
-from lbproxy.sim.workloads.coding_agents import Role
+from lbproxy.sim.workloads.coding_agents import AgentRole
 from lbproxy.sim.workloads.prompts import Piece, piece_text
 from lbproxy.sim.workloads.workload import Job
 
@@ -46,7 +46,7 @@ class Item:
     """One step of a conversation."""
 
     role: str
-    """Of `Role`; tools and system prompt are not among them."""
+    """Of `AgentRole`; tools and system prompt are not among them."""
     text: str
     calls: tuple[str, ...] = ()
     """Of a response: the ids of the tool calls that it made."""
@@ -94,15 +94,15 @@ def written(piece: Piece) -> str:
 
 def prompt_of(job: Job, text: Text) -> Prompt:
     """The conversation of a job, which has `roles`. `text`: what each piece says."""
-    assert job.roles[:2] == Role.TOOLS + Role.SYSTEM, "not a job of coding agents"
+    assert job.roles[:2] == AgentRole.TOOLS + AgentRole.SYSTEM, "not a job of coding agents"
     items: list[Item] = []
     turn = 0
     for position, (role, piece) in enumerate(zip(job.roles[2:], job.prompt[2:], strict=True), 2):
-        if role == Role.ASSISTANT:
+        if role == AgentRole.ASSISTANT:
             turn = position
-            made = len(job.roles) - len(job.roles[position + 1 :].lstrip(Role.RESULT)) - position - 1
+            made = len(job.roles) - len(job.roles[position + 1 :].lstrip(AgentRole.RESULT)) - position - 1
             items.append(Item(role, text(piece), tuple(_call_id(job, turn, n) for n in range(made))))
-        elif role == Role.RESULT:
+        elif role == AgentRole.RESULT:
             items.append(Item(role, text(piece), call=_call_id(job, turn, position - turn - 1)))
         else:
             items.append(Item(role, text(piece)))
@@ -140,9 +140,9 @@ def chat_body(prompt: Prompt, job: Job, _: int) -> Json:
     """As OpenAI's SDK sends it."""
     messages: list[Json] = [{"role": "system", "content": f"{IDENTITY}\n{prompt.system}"}]
     for item in prompt.items:
-        if item.role == Role.RESULT:
+        if item.role == AgentRole.RESULT:
             messages.append({"role": "tool", "tool_call_id": item.call, "content": item.text})
-        elif item.role == Role.ASSISTANT:
+        elif item.role == AgentRole.ASSISTANT:
             messages.append({"role": "assistant", "content": item.text, **_chat_calls(item.calls)})
         else:
             messages.append({"role": "user", "content": item.text})
@@ -193,7 +193,7 @@ def messages_body(prompt: Prompt, job: Job, seed: int) -> Json:
     ]
     messages: list[tuple[str, list[Json]]] = []
     for item in prompt.items:
-        role = "assistant" if item.role == Role.ASSISTANT else "user"
+        role = "assistant" if item.role == AgentRole.ASSISTANT else "user"
         if not messages or messages[-1][0] != role:
             messages.append((role, []))
         messages[-1][1].extend(_blocks(item))
@@ -212,7 +212,7 @@ def messages_body(prompt: Prompt, job: Job, seed: int) -> Json:
 
 
 def _blocks(item: Item) -> list[Json]:
-    if item.role == Role.RESULT:
+    if item.role == AgentRole.RESULT:
         return [{"type": "tool_result", "tool_use_id": item.call, "content": item.text}]
     said: list[Json] = [{"type": "text", "text": item.text}]
     return said + [
@@ -246,9 +246,9 @@ def stateful_body(prompt: Prompt, job: Job, seed: int) -> Json:
 
 
 def _entries(item: Item) -> list[Json]:
-    if item.role == Role.RESULT:
+    if item.role == AgentRole.RESULT:
         return [{"type": "function_call_output", "call_id": item.call, "output": item.text}]
-    by, kind = ("assistant", "output_text") if item.role == Role.ASSISTANT else ("user", "input_text")
+    by, kind = ("assistant", "output_text") if item.role == AgentRole.ASSISTANT else ("user", "input_text")
     said: list[Json] = [{"type": "message", "role": by, "content": [{"type": kind, "text": item.text}]}]
     return said + [
         {

@@ -308,7 +308,7 @@ def _demo_replicas(args: argparse.Namespace) -> int:
         if args.traffic or args.workers > 1:
             other = "--traffic" if args.traffic else "--workers"
             raise ValueError(f"--replicas cannot be used with {other}, which shows a single lbproxy")
-        options = replicas.Options(replicas=args.replicas, listen=args.listen, admin=args.admin)
+        options = replicas.ReplicasOptions(replicas=args.replicas, listen=args.listen, admin=args.admin)
         store = replicas.find_store_program()
     except ValueError as error:
         print(f"lbproxy demo: {error}", file=sys.stderr)
@@ -330,7 +330,7 @@ def _demo_traffic(args: argparse.Namespace) -> int:
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     try:
-        options = traffic.Options(
+        options = traffic.TrafficOptions(
             listen=args.listen, admin=args.admin, duration_s=args.duration, seed=args.seed, rate=args.rate
         )
     except ValueError as error:

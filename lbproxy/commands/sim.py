@@ -32,7 +32,7 @@ from lbproxy.core.policies.policy import Policy
 from lbproxy.core.policies.registry import make_policy
 from lbproxy.core.queue.flows import FlowRules
 from lbproxy.core.requests.request import InferenceRequest
-from lbproxy.sim.engine.fixed import FixedTimes, Form
+from lbproxy.sim.engine.fixed import FirstTokenSpread, FixedTimes
 from lbproxy.sim.engine.presets import PRESETS
 from lbproxy.sim.figures import plots, sharing
 from lbproxy.sim.figures.report import (
@@ -52,14 +52,14 @@ from lbproxy.sim.fleet.cluster import Fleet
 from lbproxy.sim.fleet.fleet import (
     TOKEN_BYTES,
     BalancerFault,
-    Exchanged,
-    Fault,
+    ExchangeRules,
     FaultKind,
     FleetOptions,
-    Others,
+    OtherTraffic,
     Reported,
     Served,
-    Server,
+    ServerFault,
+    SimulatedServer,
     ToldUsage,
 )
 from lbproxy.sim.fleet.oracle import OracleBalancer, OracleFleet
@@ -284,7 +284,7 @@ def fleet_options(scenario: Scenario, routing: RoutingSettings) -> FleetOptions:
     return FleetOptions(
         servers=tuple(server for group in scenario.fleet for server in _servers(group)),
         faults=tuple(
-            Fault(
+            ServerFault(
                 server=fault.server,
                 from_s=fault.at,
                 until_s=fault.at + fault.lasts,
@@ -294,7 +294,7 @@ def fleet_options(scenario: Scenario, routing: RoutingSettings) -> FleetOptions:
             for fault in scenario.faults
         ),
         others=tuple(
-            Others(
+            OtherTraffic(
                 server=one.server,
                 rate=one.rate,
                 prompt_tokens=one.prompt_tokens,
@@ -324,7 +324,7 @@ def fleet_options(scenario: Scenario, routing: RoutingSettings) -> FleetOptions:
     )
 
 
-def _servers(group: ServerSettings) -> list[Server]:
+def _servers(group: ServerSettings) -> list[SimulatedServer]:
     """Those of a group, each with pauses at other times."""
     usual = PRESETS[group.preset]
     preset = replace(
@@ -341,9 +341,9 @@ def _servers(group: ServerSettings) -> list[Server]:
     )
     times = None
     if group.ttft is not None:
-        form, spread = Form(group.ttft_form), group.ttft_spread
+        form, spread = FirstTokenSpread(group.ttft_form), group.ttft_spread
         times = FixedTimes(ttft_s=group.ttft, ttft_spread=spread, form=form, token_s=group.token_time)
-    server = Server(
+    server = SimulatedServer(
         preset,
         group.speed,
         ranks=group.ranks,
@@ -362,8 +362,8 @@ def _servers(group: ServerSettings) -> list[Server]:
     return [replace(server, preset=replace(preset, pause_at_s=number * apart_s)) for number in range(group.count)]
 
 
-def _exchanged(exchange: ExchangeSettings) -> Exchanged:
-    return Exchanged(
+def _exchanged(exchange: ExchangeSettings) -> ExchangeRules:
+    return ExchangeRules(
         interval_s=exchange.interval,
         delay_s=exchange.delay,
         lost=exchange.lost,

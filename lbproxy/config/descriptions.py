@@ -42,7 +42,7 @@ def _in_source(module: ModuleType) -> dict[str, dict[str, str]]:
     return found
 
 
-class Described(GenerateJsonSchema):
+class DescribedSchema(GenerateJsonSchema):
     """Pydantic's generator, which puts the descriptions into each section's properties."""
 
     def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:

@@ -105,9 +105,9 @@ _HIDDEN_BY_PYDANTIC = str(SecretStr("hidden"))
 
 def json_schema() -> dict[str, object]:
     """The JSON schema of a settings file, for editors. Laxer than `parse`: it knows no checks between keys."""
-    from lbproxy.config.descriptions import Described  # noqa: PLC0415 - reads sources, which no start needs
+    from lbproxy.config.descriptions import DescribedSchema  # noqa: PLC0415 - reads sources, which no start needs
 
-    return Settings.model_json_schema(schema_generator=Described)
+    return Settings.model_json_schema(schema_generator=DescribedSchema)
 
 
 def endpoint_schema(ref_template: str) -> tuple[dict[str, object], dict[str, dict[str, object]]]:
@@ -115,9 +115,9 @@ def endpoint_schema(ref_template: str) -> tuple[dict[str, object], dict[str, dic
 
     `ref_template`: how it does that, with `{model}` for the name.
     """
-    from lbproxy.config.descriptions import Described  # noqa: PLC0415 - as above
+    from lbproxy.config.descriptions import DescribedSchema  # noqa: PLC0415 - as above
 
-    made = EndpointSettings.model_json_schema(ref_template=ref_template, schema_generator=Described)
+    made = EndpointSettings.model_json_schema(ref_template=ref_template, schema_generator=DescribedSchema)
     (mapping,) = (one for one in made["anyOf"] if one["type"] == "object")
     return mapping["properties"], made["$defs"]
 

@@ -69,7 +69,7 @@ def read_text(text: str, *, environ: Mapping[str, str], source: str) -> Read:
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         # Not only YAMLError: PyYAML lets chr() fail on the escape "\UFFFFFFFF" and int() on a version of 5,000 digits.
         raise ConfigError(source, [f"the text: not YAML, {one_line(str(error))}"]) from None
-    reader = _Reader(environ)
+    reader = _NodeReader(environ)
     return Read(None if node is None else reader.plain(node, ""), reader.problems, frozenset(reader.expanded))
 
 
@@ -138,7 +138,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-class _Reader:
+class _NodeReader:
     """Turns nodes into plain values; what is wrong goes to `problems`, by path."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:

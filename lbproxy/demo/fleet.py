@@ -116,7 +116,7 @@ class Program:
             await self.process.wait()
 
 
-class Fleet:
+class DemoFleet:
     """Simulated servers of these names with one lbproxy before them. `async with`; raises FleetError, OSError."""
 
     def __init__(self, names: Sequence[str], *, mock: Mapping[str, Sequence[str]], settings: str) -> None:

@@ -53,7 +53,7 @@ class Seen:
         return self.wrong is not None and self.first_s is None
 
 
-class Load:
+class DemoLoad:
     """One run of it."""
 
     def __init__(self, url: str, model: str, asks: Sequence[Ask]) -> None:

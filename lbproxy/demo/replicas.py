@@ -36,7 +36,7 @@ STORE_OPTIONS = "--bind 127.0.0.1 --appendonly no --maxmemory 64mb --maxmemory-p
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class ReplicasOptions:
     """What can be chosen. Raises ValueError for what cannot be."""
 
     replicas: int
@@ -79,7 +79,7 @@ class Replica:
 
 
 @dataclass(slots=True)
-class Running:
+class StartedReplicas:
     """What was started."""
 
     store: Program
@@ -104,7 +104,7 @@ def find_store_program() -> str:
     )
 
 
-async def run_replicas(options: Options, store: str, stop: asyncio.Event, say: Callable[[str], None]) -> None:
+async def run_replicas(options: ReplicasOptions, store: str, stop: asyncio.Event, say: Callable[[str], None]) -> None:
     """Run until `stop` is set, or until every replica has ended by itself. Raises FleetError, OSError.
 
     `store`: the path of the store's program; `say` gets what the user reads.
@@ -128,8 +128,8 @@ def leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
     return found
 
 
-async def _run(options: Options, store: str, say: Callable[[str], None]) -> None:
-    running = Running(Program(Path(store).name))
+async def _run(options: ReplicasOptions, store: str, say: Callable[[str], None]) -> None:
+    running = StartedReplicas(Program(Path(store).name))
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lbproxy-demo-")))
         servers = [await stack.enter_async_context(MockServer(MockOptions(model=MODEL))) for _ in range(SERVERS)]
@@ -152,13 +152,13 @@ async def _run(options: Options, store: str, say: Callable[[str], None]) -> None
         say("No lbproxy is left: the demo ends.")
 
 
-async def _end(running: Running) -> None:
+async def _end(running: StartedReplicas) -> None:
     """The replicas first: they tell each other, over the store, that they leave."""
     await asyncio.gather(*(one.program.end(signal.SIGTERM) for one in running.replicas))
     await running.store.end()
 
 
-async def _start_store(running: Running, store: str, folder: Path, tasks: asyncio.TaskGroup) -> None:
+async def _start_store(running: StartedReplicas, store: str, folder: Path, tasks: asyncio.TaskGroup) -> None:
     """Between the choice of a free port and its use another program may take it: then with another one."""
     options = ["--save", "", "--dir", str(folder), *STORE_OPTIONS.split()]
     for left in reversed(range(STORE_STARTS)):
@@ -174,7 +174,7 @@ async def _start_store(running: Running, store: str, folder: Path, tasks: asynci
             return
 
 
-def settings(options: Options, running: Running, servers: Sequence[str]) -> Iterator[str]:
+def settings(options: ReplicasOptions, running: StartedReplicas, servers: Sequence[str]) -> Iterator[str]:
     """Of each replica, as YAML. `servers`: the URLs of the simulated servers."""
     endpoints = "".join(f"  - {{url: '{url}', name: sim-{number}}}\n" for number, url in enumerate(servers, 1))
     for replica, (listen, admin) in zip(running.replicas, options.addresses(), strict=True):
@@ -222,7 +222,7 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def invitation(running: Running) -> str:
+def invitation(running: StartedReplicas) -> str:
     """What a first user reads and pastes."""
     first, last, store = running.replicas[0], running.replicas[-1], running.store
     one, two = first.program.name, last.program.name

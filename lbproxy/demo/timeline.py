@@ -43,7 +43,7 @@ class Act:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TimelineStep:
     """What begins at a time."""
 
     at_s: float
@@ -58,7 +58,7 @@ class Step:
 class Timeline:
     """Steps in order of time; the first at 0."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[TimelineStep, ...]
     ends_s: float
 
     def scaled(self, ends_s: float) -> Timeline:
@@ -90,26 +90,26 @@ def bad_night(servers: Sequence[str]) -> Timeline:
     deploy = tuple(Act(verb, third) for verb in (Verb.DRAIN, Verb.RESTART, Verb.UNDRAIN))
     return Timeline(
         (
-            Step(0.0, "all is well", "Chats, agents, LoRA adapters: each request goes where it costs least."),
-            Step(
+            TimelineStep(0.0, "all is well", "Chats, agents, LoRA adapters: each request goes where it costs least."),
+            TimelineStep(
                 20.0,
                 f"{slow} is slow",
                 f"{slow} is {SLOWNESS}x slower, while its /health is 200: watch its share fall.",
                 (Act(Verb.SLOW, (slow,)),),
             ),
-            Step(
+            TimelineStep(
                 50.0,
                 f"{dead} is dead",
                 f"kill -9 {dead}. Its running streams break off; all other requests succeed.",
                 (Act(Verb.KILL, (dead,)),),
             ),
-            Step(
+            TimelineStep(
                 80.0,
                 "both come back",
                 f"{dead} is back with an empty cache: slow start. {slow} is fast again.",
                 (Act(Verb.WELL, (slow,)), Act(Verb.START, (dead,))),
             ),
-            Step(
+            TimelineStep(
                 110.0,
                 "a deploy",
                 f"A deployment: {drained} are drained, restarted, undrained.",

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import aiohttp
 
 from lbproxy.demo.figures import Figures, of_all, of_phase, shares
-from lbproxy.demo.fleet import Fields, Fleet, FleetError
-from lbproxy.demo.load import Load
+from lbproxy.demo.fleet import DemoFleet, Fields, FleetError
+from lbproxy.demo.load import DemoLoad
 from lbproxy.demo.taken import in_options
 from lbproxy.demo.timeline import SLOWNESS, Timeline, Verb, bad_night, names
 from lbproxy.sim.workloads.mix import ADAPTERS, everyday
@@ -33,7 +33,7 @@ SHARE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class TrafficOptions:
     """What can be chosen. Raises ValueError for what cannot be."""
 
     listen: str = "127.0.0.1:8080"
@@ -87,7 +87,7 @@ def mock_arguments(servers: int) -> dict[str, list[str]]:
     return {name: [*common, "--seed", str(number)] for number, name in enumerate(names(servers))}
 
 
-async def run_traffic(options: Options, stop: asyncio.Event, show: Callable[[View], None]) -> View | None:
+async def run_traffic(options: TrafficOptions, stop: asyncio.Event, show: Callable[[View], None]) -> View | None:
     """Until the end of the night, or until `stop` is set; the last moment, None if nothing had begun.
 
     `show` is called `1 / REFRESH_S` times a second. Raises FleetError.
@@ -96,7 +96,7 @@ async def run_traffic(options: Options, stop: asyncio.Event, show: Callable[[Vie
     settings = f"listen: '{options.listen}'\nadmin: '{options.admin}'\nlog: {{access: false}}\n"
     try:
         async with asyncio.TaskGroup() as tasks:
-            night = tasks.create_task(_night(options, Fleet(tuple(mock), mock=mock, settings=settings), show))
+            night = tasks.create_task(_night(options, DemoFleet(tuple(mock), mock=mock, settings=settings), show))
             stopping = tasks.create_task(stop.wait())
             await asyncio.wait((night, stopping), return_when=asyncio.FIRST_COMPLETED)
             night.cancel()
@@ -115,11 +115,11 @@ def _first(group: BaseExceptionGroup[FleetError]) -> FleetError:
     return error
 
 
-async def _night(options: Options, fleet: Fleet, show: Callable[[View], None]) -> View | None:
+async def _night(options: TrafficOptions, fleet: DemoFleet, show: Callable[[View], None]) -> View | None:
     async with fleet:
         timeline = bad_night(fleet.names).scaled(options.duration_s)
         asks = everyday(options.seed, rate=options.rate, duration_s=options.duration_s)
-        load = Load(fleet.url, MODEL, asks)
+        load = DemoLoad(fleet.url, MODEL, asks)
         last: View | None = None
 
         async def look() -> None:
@@ -141,7 +141,7 @@ async def _night(options: Options, fleet: Fleet, show: Callable[[View], None]) -
         return last
 
 
-async def tell(timeline: Timeline, fleet: Fleet, load: Load) -> None:
+async def tell(timeline: Timeline, fleet: DemoFleet, load: DemoLoad) -> None:
     """Let each step happen when it is due. A step that takes its time holds up no other."""
     async with asyncio.TaskGroup() as tasks:
         for step in timeline.steps:
@@ -150,7 +150,7 @@ async def tell(timeline: Timeline, fleet: Fleet, load: Load) -> None:
                 tasks.create_task(fleet.carry_out(step.acts))
 
 
-def view(state: Fields, fleet: Fleet, load: Load, timeline: Timeline) -> View:
+def view(state: Fields, fleet: DemoFleet, load: DemoLoad, timeline: Timeline) -> View:
     """What there is to see now."""
     elapsed_s = min(load.elapsed_s, timeline.ends_s)
     number = timeline.at(elapsed_s)

@@ -19,7 +19,7 @@ from lbproxy.extras.kv_feed import KvFeed, KvStats
 from lbproxy.extras.kv_pace import Pace
 
 if TYPE_CHECKING:
-    from lbproxy.extras.kv_sockets import KvSockets
+    from lbproxy.extras.kv_sockets import ZmqSockets
 
 logger = logging.getLogger("lbproxy")
 NEEDED = "needs a package that is not installed: pip install 'lbproxy[kv-events]'"
@@ -32,7 +32,7 @@ class KvEvents:
         self._balancer = balancer
         self._runtime = runtime
         self._pace = Pace()
-        self._sockets: KvSockets | None = None
+        self._sockets: ZmqSockets | None = None
         self.stats: dict[str, KvStats] = {}
         """By the names of the endpoints that are read now."""
 
@@ -71,12 +71,12 @@ def find_kv_events(endpoints: Iterable[EndpointSettings]) -> None:
         raise ConfigError("settings", [f"endpoints[{wanted[0]}].kv_events: {NEEDED}"])
 
 
-def _import() -> type[KvSockets] | None:
+def _import() -> type[ZmqSockets] | None:
     """None = pyzmq is missing."""
     try:
-        from lbproxy.extras.kv_sockets import KvSockets  # noqa: PLC0415 - for those who want it
+        from lbproxy.extras.kv_sockets import ZmqSockets  # noqa: PLC0415 - for those who want it
     except ImportError as error:
         if error.name is None or not error.name.startswith("zmq"):
             raise
         return None
-    return KvSockets
+    return ZmqSockets

@@ -23,18 +23,18 @@ from lbproxy.core.caches.kv_blocks import KvBlocks
 from lbproxy.core.endpoints.endpoint import Endpoint
 from lbproxy.core.engines.kv_events import (
     GPU,
+    BlocksStored,
     Cleared,
     KvEventError,
-    Message,
+    KvMessage,
     Problem,
-    Stored,
     decode_event,
     read_message,
     read_replayed,
     replay_request,
     split_batch,
 )
-from lbproxy.core.engines.kv_sequence import KvSequence, Order
+from lbproxy.core.engines.kv_sequence import KvOrder, KvSequence
 from lbproxy.extras.kv_pace import Pace
 
 logger = logging.getLogger("lbproxy")
@@ -198,7 +198,7 @@ class KvFeed:
             await self._pace.spend()
         return None
 
-    def _read(self, frames: list[bytes]) -> Message | None:
+    def _read(self, frames: list[bytes]) -> KvMessage | None:
         stats = self._stats
         stats.messages += 1
         stats.bytes += sum(map(len, frames))
@@ -209,25 +209,25 @@ class KvFeed:
             self._note(error.problem, str(error))
             return None
 
-    async def _take(self, message: Message) -> None:
+    async def _take(self, message: KvMessage) -> None:
         """Apply one message, after those before it that are missing."""
         expected = self._sequence.expected
         order = self._sequence.judge(message.topic, message.sequence, self._now())
-        if order is Order.FOREIGN:
+        if order is KvOrder.FOREIGN:
             self._note(Problem.TOPIC, f"another publisher sends there as well, with the topic {message.topic[:64]!r}")
             return
-        if order is Order.RESTART:
+        if order is KvOrder.RESTART:
             async with self._pace.turn():
                 self._stats.restarts += 1
                 self._blocks.start_again()
                 self._report(RESTARTED)
-        start = expected if order is Order.GAP and expected is not None else 0
+        start = expected if order is KvOrder.GAP and expected is not None else 0
         cleared = False
-        if order is not Order.NEXT:
+        if order is not KvOrder.NEXT:
             cleared = await self._fill(start, message.sequence)
         async with self._pace.turn():
             # A clear before the first message is older than what is predicted.
-            cleared = await self._apply(message.payload) or (cleared and order is not Order.FIRST)
+            cleared = await self._apply(message.payload) or (cleared and order is not KvOrder.FIRST)
             self._report(CacheReport(False, cleared, self._blocks.tokens, self._blocks.size_tokens))
 
     async def _fill(self, start: int, end: int) -> bool:
@@ -280,7 +280,7 @@ class KvFeed:
             self._note(Problem.REPLAY, f"the replay at {url} failed: {error or 'no response'}")
         return start, cleared
 
-    async def _replayed(self, socket: KvSocket) -> Message | None:
+    async def _replayed(self, socket: KvSocket) -> KvMessage | None:
         while True:
             async with asyncio.timeout(REPLAY_SILENT_S):
                 await socket.readable()
@@ -311,7 +311,7 @@ class KvFeed:
                 stats.clears += 1
                 blocks.begin()
                 cleared = True
-            elif isinstance(event, Stored):
+            elif isinstance(event, BlocksStored):
                 stats.stored += len(event.blocks)
                 if not blocks.stored(event.blocks, event.block_size, event.group):
                     self._note(Problem.BLOCKS, "too many blocks to count")

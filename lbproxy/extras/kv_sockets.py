@@ -25,27 +25,27 @@ HEARTBEAT_MS, DEAD_MS = 5_000, 15_000
 """A connection whose other end does not respond for so long is dialled again."""
 
 
-class KvSockets:
+class ZmqSockets:
     """Makes them."""
 
     def __init__(self) -> None:
         self._context = zmq.Context(1)
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
 
-    def subscribe(self, url: str, *, bind: bool) -> KvSocket:
+    def subscribe(self, url: str, *, bind: bool) -> ZmqSocket:
         """Everything that is published at a URL. Raises KvSocketError."""
-        return KvSocket(self._context, zmq.SUB, url, bind=bind)
+        return ZmqSocket(self._context, zmq.SUB, url, bind=bind)
 
-    def dial(self, url: str) -> KvSocket:
+    def dial(self, url: str) -> ZmqSocket:
         """A socket that asks for a replay. Raises KvSocketError."""
-        return KvSocket(self._context, zmq.DEALER, url, bind=False)
+        return ZmqSocket(self._context, zmq.DEALER, url, bind=False)
 
     def close(self) -> None:
         """Let go of all of them, at once."""
         self._context.destroy(linger=0)
 
 
-class KvSocket:
+class ZmqSocket:
     """One of them. `close` it."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], kind: int, url: str, *, bind: bool) -> None:

@@ -73,7 +73,7 @@ class Spans:
         """Those of a request that is traced and over, its own first. `ended_ns`: its end in ns since 1970."""
         trace = record.trace
         assert trace is not None
-        made = _Tree(self._resource, record, trace, ended_ns)
+        made = _SpanTree(self._resource, record, trace, ended_ns)
         spans = [made.span(_request(record), trace.span_id, record.started_at, record.ended_at)]
         number = -1
         for attempt in trace.attempts:
@@ -87,7 +87,7 @@ class Spans:
         return spans
 
 
-class _Tree:
+class _SpanTree:
     """What the spans of one request have in common."""
 
     def __init__(self, resource: Resource, record: RequestRecord, trace: Trace, ended_ns: int) -> None:

@@ -30,7 +30,7 @@ from lbproxy.config.tree import Settings
 from lbproxy.control.admin.api import Api
 from lbproxy.control.admin.made_token import MadeToken, folders
 from lbproxy.control.admin.server import Admin
-from lbproxy.control.admin.state import State
+from lbproxy.control.admin.state import ShownState
 from lbproxy.control.discovery.discovery import Discovery, warn_of_unverified
 from lbproxy.control.discovery.membership import Membership
 from lbproxy.control.discovery.overlay import Overlay
@@ -174,7 +174,7 @@ class Proxy:
     def _make_admin(self, admin: AdminSettings) -> Admin:
         """The listener, with all that it shows."""
         runtime, front, telemetry = self.runtime, self.plane.front, self.telemetry
-        state = State(
+        state = ShownState(
             runtime, front, self.recent, settings=lambda: self.settings, origin=self.origin, loads=telemetry.loads
         )
         state.workers, state.replicas = self.plane.workers, self.replication

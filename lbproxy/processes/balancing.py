@@ -36,7 +36,7 @@ from lbproxy.processes.control import (
 from lbproxy.processes.data_plane import Parts
 from lbproxy.processes.plane import WorkersPlane
 from lbproxy.processes.settings_file import parse_text, read_text
-from lbproxy.processes.supervised import Supervisor, read
+from lbproxy.processes.supervised import SupervisorLink, read
 
 logger = logging.getLogger("lbproxy")
 
@@ -50,7 +50,7 @@ COUNT_EVERY_S = 1.0
 """What was used of limits in about so long is not counted if the balancer process dies."""
 
 
-async def run_balancer(supervisor: Supervisor, start: Start) -> None:
+async def run_balancer(supervisor: SupervisorLink, start: Start) -> None:
     """Decide until the supervisor says otherwise, or is gone with all workers. Raises ConfigError, OSError."""
     process.prepare()
     Memory.tune()
@@ -60,7 +60,7 @@ async def run_balancer(supervisor: Supervisor, start: Start) -> None:
 class _Told(Notifier):
     """Tells the supervisor what would be told systemd."""
 
-    def __init__(self, supervisor: Supervisor) -> None:
+    def __init__(self, supervisor: SupervisorLink) -> None:
         super().__init__(None)
         self._supervisor = supervisor
         self._reloads = False
@@ -84,7 +84,7 @@ class _Told(Notifier):
 class Balancing:
     """One balancer process."""
 
-    def __init__(self, supervisor: Supervisor, start: Start) -> None:
+    def __init__(self, supervisor: SupervisorLink, start: Start) -> None:
         self._supervisor = supervisor
         self._start = start
         self._in_force = start.settings

@@ -18,11 +18,11 @@ from typing import TypeAlias
 from lbproxy.config.text import ConfigError
 from lbproxy.processes import process
 from lbproxy.processes.control import BALANCER, WORKER, Start, Unfit
-from lbproxy.processes.supervised import Supervisor
+from lbproxy.processes.supervised import SupervisorLink
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
-Work: TypeAlias = Callable[[Supervisor, Start], Awaitable[None]]
+Work: TypeAlias = Callable[[SupervisorLink, Start], Awaitable[None]]
 
 
 def works_of(role: str) -> dict[str, Work]:
@@ -41,7 +41,7 @@ def works_of(role: str) -> dict[str, Work]:
 
 async def run(works: Mapping[str, Work]) -> None:
     """Begin when the supervisor says so, and work until it says otherwise."""
-    supervisor = Supervisor()
+    supervisor = SupervisorLink()
     start = await supervisor.started()
     if start is None:
         return

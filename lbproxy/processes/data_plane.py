@@ -17,9 +17,8 @@ from lbproxy.config.sections.access import ListenSettings
 from lbproxy.config.sections.clients import Address
 from lbproxy.config.tree import Settings
 from lbproxy.control.admin.key_files import Credentials, Files, Watched
-from lbproxy.control.admin.state import Front
-from lbproxy.control.families.common import Door, Load, Loads, Workers
-from lbproxy.control.families.common import Tracing as TraceResults
+from lbproxy.control.admin.state import ClientListener
+from lbproxy.control.families.common import Door, Loads, OwnOverload, TracingCounts, Workers
 from lbproxy.control.telemetry.memory import Memory
 from lbproxy.control.telemetry.telemetry import Connections, Ticker
 from lbproxy.core.observed.sink import Sink
@@ -55,7 +54,7 @@ class Plane(Protocol):
     """What serves clients, as the composition root sees it: a `DataPlane`, or worker processes."""
 
     @property
-    def front(self) -> Front:
+    def front(self) -> ClientListener:
         """What is shown of it."""
         ...
 
@@ -65,7 +64,7 @@ class Plane(Protocol):
         ...
 
     @property
-    def load(self) -> Load:
+    def load(self) -> OwnOverload:
         """What it refuses because lbproxy is the bottleneck."""
         ...
 
@@ -75,7 +74,7 @@ class Plane(Protocol):
         ...
 
     @property
-    def tracing(self) -> TraceResults:
+    def tracing(self) -> TracingCounts:
         """What has its requests traced."""
         ...
 

@@ -18,7 +18,7 @@ from lbproxy.workers.server import Session, WorkerServer
 
 
 class WorkersFront:
-    """What is shown of the workers' front ends: see control.admin.state.Front."""
+    """What is shown of the workers' front ends: see control.admin.state.ClientListener."""
 
     def __init__(self, server: WorkerServer, url: str, least: int) -> None:
         """`least`: so many workers are there before any is said to be."""
@@ -59,7 +59,7 @@ class Upstreams:
         return sum(one.beat.upstreams for one in self._server.sessions)
 
 
-class Totals:
+class WorkerTotals:
     """Counts of workers added up, those of ended workers included: see families.Load, families.Door, extras.tracing."""
 
     def __init__(self, server: WorkerServer, count: int) -> None:
@@ -120,7 +120,7 @@ class Totals:
         return self._sum("traces")
 
     @property
-    def traces(self) -> Totals | None:
+    def traces(self) -> WorkerTotals | None:
         """See extras.tracing: None while no request was traced."""
         return self if any(self._sum("traces")) else None
 
@@ -166,7 +166,7 @@ class Totals:
 class Connecting:
     """The workers' listeners: see families.Door."""
 
-    def __init__(self, totals: Totals) -> None:
+    def __init__(self, totals: WorkerTotals) -> None:
         self._totals = totals
 
     @property
@@ -212,7 +212,7 @@ class WorkersPlane:
         self._path, self._url = path, url
         self.front = WorkersFront(self.server, url, count if begins else 1)
         self.upstreams = Upstreams(self.server)
-        self.workers = self.load = self.tracing = Totals(self.server, count)
+        self.workers = self.load = self.tracing = WorkerTotals(self.server, count)
         self.door = Connecting(self.workers)
         self.pulse = Lags()
         self.server.on_beat = self._on_beat

@@ -19,7 +19,7 @@ from lbproxy.workers.messages import Message
 BEAT_S: Final = 1.0
 
 
-class Supervisor:
+class SupervisorLink:
     """The supervisor, as a child sees it."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ from lbproxy.net.connections.pool import ConnectionPool
 from lbproxy.processes import process
 from lbproxy.processes.control import SHARES, Ready, Start, Stop, Stopped, Stopping, Text, ToChild
 from lbproxy.processes.data_plane import DataPlane
-from lbproxy.processes.supervised import Supervisor, read
+from lbproxy.processes.supervised import SupervisorLink, read
 from lbproxy.proxy.front.overload import default_bodies
 from lbproxy.workers import messages as m
 from lbproxy.workers.link import Link
@@ -41,7 +41,7 @@ MAX_LAGS = 64
 """Observations of the event loop's lag in one beat."""
 
 
-async def run_worker(supervisor: Supervisor, start: Start) -> None:
+async def run_worker(supervisor: SupervisorLink, start: Start) -> None:
     """Serve clients until the supervisor says otherwise, or is gone. Raises ConfigError, OSError."""
     process.prepare()
     Memory.tune()
@@ -55,7 +55,7 @@ async def run_worker(supervisor: Supervisor, start: Start) -> None:
 class Worker:
     """One worker process. `run`, then `close`."""
 
-    def __init__(self, supervisor: Supervisor, start: Start) -> None:
+    def __init__(self, supervisor: SupervisorLink, start: Start) -> None:
         self._supervisor = supervisor
         self._start = start
         self._loop = asyncio.get_running_loop()
@@ -179,16 +179,16 @@ class Worker:
             await asyncio.sleep(DIAL_S)
 
     def pong(self) -> None:
-        """See workers.remote.Owner."""
+        """See workers.remote.WorkerProcess."""
         self._heard_at = self._loop.time()
 
     def settle(self, text: str) -> None:
-        """See workers.remote.Owner."""
+        """See workers.remote.WorkerProcess."""
         self._log_level = None
         self._group.create_task(self._adopt(Text(text, self._start.settings.source)))
 
     def set_log_level(self, level: str) -> None:
-        """See workers.remote.Owner."""
+        """See workers.remote.WorkerProcess."""
         self._log_level = level
         self._log.reconfigure(self._log_settings())
 
@@ -236,11 +236,11 @@ class Worker:
                 continue
             link.send(self._beat())
 
-    def _beat(self) -> m.Beat:
+    def _beat(self) -> m.WorkerFigures:
         plane, used = self._plane, resource.getrusage(resource.RUSAGE_SELF)
         load, door, traces = plane.overload, plane.door, plane.tracing.traces
         lags, self._lags = self._lags, []
-        return m.Beat(
+        return m.WorkerFigures(
             connections=plane.front.open_connections,
             running=plane.front.running,
             upstreams=plane.upstreams.open_connections,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from lbproxy.core.endpoints.credentials import ApiKey, Proxy, Tls
+from lbproxy.core.endpoints.credentials import ApiKey, ForwardProxy, Tls
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
 from lbproxy.core.engines.handover import Handover, Role
 from lbproxy.core.observed.record import MAX_PATH_CHARS, RequestRecord
@@ -141,9 +141,9 @@ def is_plain(record: RequestRecord) -> bool:
     )
 
 
-def served(record: RequestRecord, answered: m.Answered | None) -> m.Served:
+def served(record: RequestRecord, answered: m.Answered | None) -> m.ServedAtOnce:
     """The message about a plain record. `answered`: a message about it that leaves at the same time, and needs not."""
-    return m.Served(
+    return m.ServedAtOnce(
         record.number,
         (
             answered is not None,
@@ -203,7 +203,7 @@ def read_endpoint(told: m.Member) -> Endpoint:
     proxy = None
     if told.proxy is not None:
         host, port, credentials = told.proxy
-        proxy = Proxy(host, port, None if credentials is None else ApiKey(credentials))
+        proxy = ForwardProxy(host, port, None if credentials is None else ApiKey(credentials))
     return Endpoint(
         uid=EndpointUid(told.uid),
         name=told.name,

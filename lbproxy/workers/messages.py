@@ -81,7 +81,7 @@ class FirstByte(Message, tag=3):
     number: int
 
 
-class Progress(Message, tag=4):
+class ProgressMade(Message, tag=4):
     """See RequestRuntime.progress: of several requests, gathered for some milliseconds."""
 
     tokens: dict[int, int]
@@ -129,7 +129,7 @@ class Stores(Message, tag=8):
     response_id: str
 
 
-class Load(Message, tag=9):
+class LoadReported(Message, tag=9):
     """See RequestRuntime.report_load."""
 
     number: int
@@ -176,7 +176,7 @@ class Ended(Message, tag=10):
     """See RequestRecord, like the tier."""
 
 
-class Running(Message, tag=11):
+class StillRunning(Message, tag=11):
     """A request that runs already, for a balancer process that is new: where, and whether its response has begun."""
 
     submit: Submit
@@ -199,7 +199,7 @@ class RefreshModels(Message, tag=13):
     call: int
 
 
-class Beat(Message, tag=14):
+class WorkerFigures(Message, tag=14):
     """A worker's figures, twice a second; `Pong` is the reply. Counts are since its start."""
 
     connections: int
@@ -242,7 +242,7 @@ class Told(Message, tag=17):
     """All requests that run were said."""
 
 
-class Served(Message, tag=16):
+class ServedAtOnce(Message, tag=16):
     """A request is over that its first attempt served. It stands for `Ended`, and has only what the balancer process
     does not know from `Submit` and its own placement. Nearly all requests end so.
     """
@@ -384,19 +384,19 @@ FromWorker: TypeAlias = (
     Hello
     | Submit
     | FirstByte
-    | Progress
+    | ProgressMade
     | Close
     | Answered
     | Failed
     | Stores
-    | Load
+    | LoadReported
     | Ended
-    | Running
+    | StillRunning
     | DoubtModels
     | RefreshModels
-    | Beat
+    | WorkerFigures
     | Adopted
-    | Served
+    | ServedAtOnce
     | Told
 )
 ToWorker: TypeAlias = (

@@ -70,7 +70,7 @@ class _Open:
         """It waits in vain for a first byte, says the balancer process."""
 
 
-class Owner(Protocol):
+class WorkerProcess(Protocol):
     """The worker process: what concerns it of the balancer process's messages."""
 
     def settle(self, text: str) -> None:
@@ -90,13 +90,13 @@ class _Nobody:
     """No owner."""
 
     def settle(self, text: str) -> None:
-        """See Owner."""
+        """See WorkerProcess."""
 
     def set_log_level(self, level: str) -> None:
-        """See Owner."""
+        """See WorkerProcess."""
 
     def pong(self) -> None:
-        """See Owner."""
+        """See WorkerProcess."""
 
 
 class RemoteRuntime(RequestRuntime):
@@ -112,7 +112,7 @@ class RemoteRuntime(RequestRuntime):
         self.move_stranded: Callable[[], None] | None = None
         self.placed_alone = 0
         """Requests that were placed without a balancer process."""
-        self.owner: Owner = _Nobody()
+        self.owner: WorkerProcess = _Nobody()
         self.known = Known()
         self._reports = Reports(self.loop, sinks)
         self._retries = Retries(settings.retry, rng)
@@ -252,7 +252,7 @@ class RemoteRuntime(RequestRuntime):
     def _send_progress(self) -> None:
         gathered, self._reports.progress = self._reports.progress, {}
         if gathered and self._link is not None:
-            self._link.send(m.Progress(gathered))
+            self._link.send(m.ProgressMade(gathered))
 
     def after_failure(self, ticket: Ticket, error: UpstreamError, earlier: Sequence[FailureKind]) -> Verdict:
         """See RequestRuntime."""
@@ -301,7 +301,7 @@ class RemoteRuntime(RequestRuntime):
     def report_load(self, ticket: Ticket, report: LoadReport | None) -> None:
         """See RequestRuntime."""
         if self._link is not None:
-            self._link.send(m.Load(ticket.number, report))
+            self._link.send(m.LoadReported(ticket.number, report))
 
     def stores(self, ticket: Ticket, response_id: str) -> None:
         """See RequestRuntime. All workers learn it."""
@@ -506,7 +506,9 @@ class RemoteRuntime(RequestRuntime):
             told = ticket.response_tokens - self._reports.progress.get(number, 0)  # the rest is sent soon
             told_tokens = told if ticket.counted else None
             ticket.counted = True
-            yield m.Running(one.submit, ticket.placed_on.endpoint.key, ticket.first_byte_at is not None, told_tokens)
+            yield m.StillRunning(
+                one.submit, ticket.placed_on.endpoint.key, ticket.first_byte_at is not None, told_tokens
+            )
         yield from self._reports.take_unsent()
         yield m.Told()
 

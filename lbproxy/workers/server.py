@@ -45,7 +45,7 @@ UNHEARD_S: Final = 2.0
 MEMBERS_AT_ONCE: Final = 500
 """In one message: about 150 KB."""
 NOBODY: Final[frozenset[EndpointUid]] = frozenset()
-NO_BEAT: Final = m.Beat(0, 0, 0, 0.0, (), None, None, 0, 0, None, {}, 0, {}, 0, 0, 0, 0, (), True, {})
+NO_BEAT: Final = m.WorkerFigures(0, 0, 0, 0.0, (), None, None, 0, 0, None, {}, 0, {}, 0, 0, 0, 0, (), True, {})
 """Of a worker that has not sent one yet."""
 
 
@@ -96,18 +96,18 @@ class Session:
             m.Hello: self._on_hello,
             m.Submit: self._on_submit,
             m.FirstByte: self._on_first_byte,
-            m.Progress: self._on_progress,
+            m.ProgressMade: self._on_progress,
             m.Close: self._on_close,
             m.Answered: self._on_answered,
             m.Failed: self._on_failed,
             m.Stores: self._on_stores,
-            m.Load: self._on_load,
+            m.LoadReported: self._on_load,
             m.Ended: self._on_ended,
-            m.Served: self._on_served,
-            m.Running: self._on_running,
+            m.ServedAtOnce: self._on_served,
+            m.StillRunning: self._on_running,
             m.DoubtModels: self._on_doubt_models,
             m.RefreshModels: self._on_refresh_models,
-            m.Beat: self._on_beat,
+            m.WorkerFigures: self._on_beat,
             m.Adopted: lambda _: self.adopted.set(),
             m.Told: self._on_told,
         }
@@ -247,7 +247,7 @@ class Session:
         if (ticket := self._placed(message.number)) is not None:
             self._runtime.first_byte(ticket)
 
-    def _on_progress(self, message: m.Progress) -> None:
+    def _on_progress(self, message: m.ProgressMade) -> None:
         for number, tokens in message.tokens.items():
             if (ticket := self._placed(number)) is not None:
                 self._runtime.progress(ticket, tokens)
@@ -280,7 +280,7 @@ class Session:
                 if other is not self:
                     other.link.send(note)
 
-    def _on_load(self, message: m.Load) -> None:
+    def _on_load(self, message: m.LoadReported) -> None:
         if (ticket := self._placed(message.number)) is not None:
             self._runtime.report_load(ticket, message.report)
 
@@ -297,7 +297,7 @@ class Session:
                 self._runtime.close(ticket, m.OUTCOMES[message.outcome])
         self._runtime.emit(fill(record, message))
 
-    def _on_served(self, message: m.Served) -> None:
+    def _on_served(self, message: m.ServedAtOnce) -> None:
         job = self.jobs.pop(message.number, None)
         if job is None:
             return
@@ -311,7 +311,7 @@ class Session:
                 runtime.close(ticket, outcome)
         runtime.emit(record)
 
-    def _on_running(self, message: m.Running) -> None:
+    def _on_running(self, message: m.StillRunning) -> None:
         """A request that was placed by another balancer process, or by the worker alone."""
         job = self._job(message.submit)
         request, told_tokens = message.submit.request, message.told_tokens
@@ -341,7 +341,7 @@ class Session:
         else:
             self.link.send(refreshed)
 
-    def _on_beat(self, message: m.Beat) -> None:
+    def _on_beat(self, message: m.WorkerFigures) -> None:
         now = self._runtime.now()
         if self.beat is not NO_BEAT:
             self.cpu_share = (message.cpu_s - self.beat.cpu_s) / max(0.001, now - self._beat_at)

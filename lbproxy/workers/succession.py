@@ -15,7 +15,7 @@ from lbproxy.driver.runtime import Runtime
 from lbproxy.workers.lost import LostRequests
 
 
-class Worker(Protocol):
+class LinkedWorker(Protocol):
     """What is known of a worker by one link."""
 
     index: int
@@ -26,7 +26,7 @@ class Worker(Protocol):
         ...
 
 
-AWorker = TypeVar("AWorker", bound=Worker)
+AWorker = TypeVar("AWorker", bound=LinkedWorker)
 
 
 class Succession(Generic[AWorker]):

@@ -30,7 +30,7 @@ from benchmarks.http_routing.trial import refusal
 from lbproxy.sim.figures.report import Summary
 from lbproxy.sim.mock.http import MockOptions, MockServer
 from lbproxy.sim.workloads.catalogue import make_workload
-from lbproxy.sim.workloads.coding_agents import Role
+from lbproxy.sim.workloads.coding_agents import AgentRole
 from lbproxy.sim.workloads.prompts import Piece
 from lbproxy.sim.workloads.workload import Job
 from tests.benchmarks.trials import one_trial
@@ -241,7 +241,7 @@ def test_a_closed_loop_against_a_server_itself(tiny: str) -> None:
     assert counted["finished"] == len(calls)
     assert counted["hit_tokens"] == sum(call["cached_tokens"] for call in calls) > 0
     job, _ = max(client._sent, key=lambda one: len(one[0].prompt))
-    texts = [item.text for item in prompt_of(job, client._text).items if item.role == Role.ASSISTANT]
+    texts = [item.text for item in prompt_of(job, client._text).items if item.role == AgentRole.ASSISTANT]
     assert any(text.endswith(". ") or ". " in text for text in texts), "the server's sentences"
     row = row_of(one_trial(tiny, answer, shares=[], seconds=3.0), Arrivals(None, False))
     assert row["summary"]["requests"] == len(later)

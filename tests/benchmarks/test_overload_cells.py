@@ -14,8 +14,8 @@ from benchmarks.overload import CELLS, KINDS, QUICK, Cell, Figures, Kind, chosen
 from lbproxy.commands.sim import runs_of
 from lbproxy.config.sections.routing import AdmissionSettings
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.sim.engine.sequence import Gauges
-from lbproxy.sim.fleet.fleet import Sample, Served
+from lbproxy.sim.engine.sequence import EngineGauges
+from lbproxy.sim.fleet.fleet import QueueSample, Served
 from lbproxy.sim.workloads.prompts import Piece
 from lbproxy.sim.workloads.workload import Job
 
@@ -38,7 +38,7 @@ def test_what_is_counted() -> None:
             served("refused", 15.0, None, 16.0, Outcome.EXPIRED),
             served("left", 15.0, None, 16.0, Outcome.CLIENT_CLOSED),
         ],
-        [Sample(at, (Gauges(waiting=at), Gauges(waiting=0)), 7) for at in range(30)],
+        [QueueSample(at, (EngineGauges(waiting=at), EngineGauges(waiting=0)), 7) for at in range(30)],
         10.0,
         20.0,
     )

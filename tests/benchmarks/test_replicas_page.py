@@ -10,7 +10,7 @@ import pytest
 from benchmarks import replicas
 from benchmarks.replicas import ALL_SEEN, Case, Found, cases, load, page, save, scenario, simulate
 from benchmarks.replicas_cost import REPLICAS, Busy, Cost, busy, cost_of
-from lbproxy.sim.fleet.fleet import Exchanged
+from lbproxy.sim.fleet.fleet import ExchangeRules
 
 BUSY = Busy(28, 300.0, 20.0, 23.5, 7.0, 30.0)
 COST = Cost("50 ms", 36_000, 2000.0, 500_000.0, 40.0, 80.0, 20_000, 0, 250, 0, 1000, 2000)
@@ -77,7 +77,7 @@ def test_a_batch_of_many_has_all_of_them() -> None:
 
 
 def test_costs_are_of_all_batches() -> None:
-    found = cost_of("short", Exchanged(), 6.0)
+    found = cost_of("short", ExchangeRules(), 6.0)
     assert 20 < found.requests < 120
     assert found.peers_at_end == 0
     assert 0 < found.most_in_flight <= found.requests

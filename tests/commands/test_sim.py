@@ -28,7 +28,7 @@ from lbproxy.config.sections.flows import FlowsSettings
 from lbproxy.config.text import ConfigError
 from lbproxy.sim.engine.presets import PRESETS
 from lbproxy.sim.figures.plots import can_plot
-from lbproxy.sim.fleet.fleet import BalancerFault, Exchanged
+from lbproxy.sim.fleet.fleet import BalancerFault, ExchangeRules
 from lbproxy.sim.workloads.catalogue import WORKLOADS, workload_parameters
 from tests.support.docs import DOCS, blocks, expect_generated, table
 
@@ -112,13 +112,13 @@ balancer_faults: [{balancer: 2, at: 10s, lasts: 5s}, {balancer: 0, at: 1m}]
 """)
     options = fleet_options(scenario, scenario.policies[0])
     assert options.balancers == 3
-    assert options.exchange == Exchanged(interval_s=0.2, delay_s=0.005, lost=0.01, repeated=0.02, late=0.03)
+    assert options.exchange == ExchangeRules(interval_s=0.2, delay_s=0.005, lost=0.01, repeated=0.02, late=0.03)
     assert options.balancer_faults == (
         BalancerFault(balancer=2, from_s=10.0, until_s=15.0),
         BalancerFault(balancer=0, from_s=60.0, until_s=60.0 + 86_400.0),
     )
     usual = read("workload: {name: own}\npolicies: [adaptive]\nexchange: {}")
-    assert fleet_options(usual, usual.policies[0]).exchange == Exchanged(), "the defaults are the same"
+    assert fleet_options(usual, usual.policies[0]).exchange == ExchangeRules(), "the defaults are the same"
 
 
 @pytest.mark.parametrize(

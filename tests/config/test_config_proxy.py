@@ -12,7 +12,7 @@ from lbproxy.config.parse import parse, with_endpoints, without_secrets
 from lbproxy.config.text import ConfigError
 from lbproxy.config.tree import Settings
 from lbproxy.control.discovery.discovery import Discovery
-from lbproxy.core.endpoints.credentials import ApiKey, Proxy
+from lbproxy.core.endpoints.credentials import ApiKey, ForwardProxy
 from tests.support.aio import run
 
 HIDDEN = "s3cretword"
@@ -22,8 +22,8 @@ def settings(entry: str) -> Settings:
     return parse(f"endpoints:\n  - {entry}\n", environ={"PASSWORD": HIDDEN})
 
 
-def behind(proxy: str) -> Proxy | None:
-    async def main() -> Proxy | None:
+def behind(proxy: str) -> ForwardProxy | None:
+    async def main() -> ForwardProxy | None:
         discovery = Discovery(settings(f"{{url: 'https://api.test', proxy: '{proxy}'}}"), random.Random(0))
         try:
             return discovery.endpoints()[0].proxy
@@ -40,16 +40,16 @@ def basic(text: str) -> ApiKey:
 @pytest.mark.parametrize(
     ("written", "proxy"),
     [
-        ("http://Proxy.test:3128", Proxy("proxy.test", 3128)),
-        ("http://10.0.0.1:3128/", Proxy("10.0.0.1", 3128)),
-        ("http://[fd00::0:1]:3128", Proxy("fd00::1", 3128)),
-        ("http://me:${PASSWORD}@proxy:8080", Proxy("proxy", 8080, basic(f"me:{HIDDEN}"))),
-        ("http://me@proxy:8080", Proxy("proxy", 8080, basic("me:"))),
-        ("http://m%40e:p%3A%2F%C3%A4@proxy:8080", Proxy("proxy", 8080, basic("m@e:p:/ä"))),
-        ("http://me:a:b@proxy:8080", Proxy("proxy", 8080, basic("me:a:b"))),
+        ("http://Proxy.test:3128", ForwardProxy("proxy.test", 3128)),
+        ("http://10.0.0.1:3128/", ForwardProxy("10.0.0.1", 3128)),
+        ("http://[fd00::0:1]:3128", ForwardProxy("fd00::1", 3128)),
+        ("http://me:${PASSWORD}@proxy:8080", ForwardProxy("proxy", 8080, basic(f"me:{HIDDEN}"))),
+        ("http://me@proxy:8080", ForwardProxy("proxy", 8080, basic("me:"))),
+        ("http://m%40e:p%3A%2F%C3%A4@proxy:8080", ForwardProxy("proxy", 8080, basic("m@e:p:/ä"))),
+        ("http://me:a:b@proxy:8080", ForwardProxy("proxy", 8080, basic("me:a:b"))),
     ],
 )
-def test_a_proxy_is_an_address_and_perhaps_credentials(written: str, proxy: Proxy) -> None:
+def test_a_proxy_is_an_address_and_perhaps_credentials(written: str, proxy: ForwardProxy) -> None:
     assert behind(written) == proxy
 
 

@@ -12,7 +12,7 @@ import pytest
 from lbproxy.config.parse import json_schema, parse, parse_endpoints, without_secrets
 from lbproxy.config.sections.endpoints import EndpointSettings
 from lbproxy.config.text import ConfigError
-from lbproxy.control.discovery.known_names import Member
+from lbproxy.control.discovery.known_names import NameMember
 from lbproxy.control.discovery.specs import NO_CERTIFICATES, MemberSpecs, spec_of
 from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.core.engines.handover import CONNECTORS, Role
@@ -53,7 +53,9 @@ def test_an_endpoint_with_its_own_name_of_the_model_serves_whole_requests() -> N
 
 def test_members_of_a_name_have_those_of_its_entry() -> None:
     one = entry(ENTRY, "dns+http://prefill.test:8000")
-    members = [MemberSpecs(one, NO_CERTIFICATES)(Member(f"10.0.0.{n}:8000", 1.0, "prefill.test"), ()) for n in (1, 2)]
+    members = [
+        MemberSpecs(one, NO_CERTIFICATES)(NameMember(f"10.0.0.{n}:8000", 1.0, "prefill.test"), ()) for n in (1, 2)
+    ]
     assert [handed_over(member) for member in members] == [(Role.PREFILL, "mooncake", 9100)] * 2
 
 

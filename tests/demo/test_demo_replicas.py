@@ -18,20 +18,20 @@ from lbproxy.commands.cli import main
 from lbproxy.config.parse import parse
 from lbproxy.demo import replicas
 from lbproxy.demo.fleet import FleetError, Program
-from lbproxy.demo.replicas import PROGRAMS, STORE_STARTS, Options, Replica, Running, leaves, settings
+from lbproxy.demo.replicas import PROGRAMS, STORE_STARTS, Replica, ReplicasOptions, StartedReplicas, leaves, settings
 from tests.support.ports import free_port
 
 LEASH = [sys.executable, "-m", "lbproxy.demo.leash", "--"]
 
 
 def test_each_replica_has_the_next_port() -> None:
-    found = Options(replicas=3, listen="[::1]:8080", admin="localhost:9901").addresses()
+    found = ReplicasOptions(replicas=3, listen="[::1]:8080", admin="localhost:9901").addresses()
     assert found == [
         ("[::1]:8080", "localhost:9901"),
         ("[::1]:8081", "localhost:9902"),
         ("[::1]:8082", "localhost:9903"),
     ]
-    free = Options(replicas=2, listen="127.0.0.1:0", admin="127.0.0.1:0").addresses()
+    free = ReplicasOptions(replicas=2, listen="127.0.0.1:0", admin="127.0.0.1:0").addresses()
     assert free == [("127.0.0.1:0", "127.0.0.1:0")] * 2
 
 
@@ -83,8 +83,8 @@ def test_without_the_extra_it_says_how_to_install_it(
 
 
 def test_replicas_have_the_same_endpoints_and_names_of_their_own() -> None:
-    running = Running(Program("redis-server"), 6380, [Replica(Program("lb-1")), Replica(Program("lb-2"))])
-    options = Options(replicas=2, listen="127.0.0.1:8080", admin="127.0.0.1:9901")
+    running = StartedReplicas(Program("redis-server"), 6380, [Replica(Program("lb-1")), Replica(Program("lb-2"))])
+    options = ReplicasOptions(replicas=2, listen="127.0.0.1:8080", admin="127.0.0.1:9901")
     texts = settings(options, running, ["http://127.0.0.1:8001", "http://127.0.0.1:8002"])
     first, second = (parse(text, environ={}, source="demo") for text in texts)
     assert [one.replicas.name for one in (first, second)] == ["lb-1", "lb-2"]
@@ -133,7 +133,7 @@ def test_a_port_that_another_program_takes_meanwhile_costs_another_one(
         pytest.skip(f"NOT TESTED here: neither of {PROGRAMS} (make test-tools)")
 
     async def started() -> int:
-        running = Running(Program("store"))
+        running = StartedReplicas(Program("store"))
         async with asyncio.TaskGroup() as tasks:
             try:
                 await replicas._start_store(running, found[0], tmp_path, tasks)

@@ -19,8 +19,8 @@ import httpx
 import pytest
 
 from lbproxy.demo.figures import shares
-from lbproxy.demo.fleet import Fleet, FleetError
-from lbproxy.demo.load import Load, Seen
+from lbproxy.demo.fleet import DemoFleet, FleetError
+from lbproxy.demo.load import DemoLoad, Seen
 from lbproxy.demo.timeline import Act, Verb
 from lbproxy.demo.traffic import MODEL, mock_arguments
 from lbproxy.sim.workloads.mix import everyday
@@ -36,23 +36,23 @@ async def until(condition: Callable[[], object], what: str) -> None:
     await aio.until(condition, what, within_s=WITHIN_S)
 
 
-def share(load: Load, name: str, among: int) -> float:
+def share(load: DemoLoad, name: str, among: int) -> float:
     """Of the last so many answers that began."""
     heads = list(load.heads)[-among:]
     return shares(heads, [name], 0.0)[name]
 
 
-def endpoint(fleet: Fleet, name: str) -> dict[str, Any]:
+def endpoint(fleet: DemoFleet, name: str) -> dict[str, Any]:
     answer = httpx.get(f"{fleet.admin_url}/admin/endpoints/{name}", trust_env=False)
     return dict(answer.raise_for_status().json())
 
 
-def explained(fleet: Fleet, seen: Seen) -> dict[str, Any]:
+def explained(fleet: DemoFleet, seen: Seen) -> dict[str, Any]:
     answer = httpx.get(f"{fleet.admin_url}/admin/decisions/{seen.id}", trust_env=False)
     return dict(answer.raise_for_status().json())
 
 
-def why_not(load: Load, fleet: Fleet, name: str) -> set[str]:
+def why_not(load: DemoLoad, fleet: DemoFleet, name: str) -> set[str]:
     """Why the last requests that ended were not sent to an endpoint."""
     decisions = [decision for seen in load.seen[-5:] for decision in explained(fleet, seen)["decisions"]]
     return {one["why"] for decision in decisions for one in decision["left_out"] if one["endpoint"] == name}
@@ -66,8 +66,8 @@ def test_a_night() -> None:
 async def short_night() -> None:
     mock = mock_arguments(6)
     slow, dead, third = "server-3", "server-5", ("server-1", "server-2")
-    async with Fleet(tuple(mock), mock=mock, settings=SETTINGS) as fleet, asyncio.TaskGroup() as tasks:
-        load = Load(fleet.url, MODEL, everyday(1, rate=RATE, duration_s=600.0))
+    async with DemoFleet(tuple(mock), mock=mock, settings=SETTINGS) as fleet, asyncio.TaskGroup() as tasks:
+        load = DemoLoad(fleet.url, MODEL, everyday(1, rate=RATE, duration_s=600.0))
         traffic = tasks.create_task(load.run())
         await until(lambda: share(load, slow, 100) > 0.02 and len(load.seen) >= 60, "all is well")
         assert [one for one in load.seen if one.wrong] == []
@@ -109,7 +109,7 @@ async def short_night() -> None:
         traffic.cancel()
 
 
-async def dear(load: Load, fleet: Fleet, name: str) -> None:
+async def dear(load: DemoLoad, fleet: DemoFleet, name: str) -> None:
     """Explain says of a request that its answer would have cost half as much again there as where it went.
 
     Of one of the next: the share falls with the first queue, and what an answer costs is learned from those that last.
@@ -186,7 +186,7 @@ def test_an_address_that_is_taken_is_said() -> None:
         async with server:
             settings = f"listen: '{host}:{port}'\nadmin: 127.0.0.1:0\n"
             with pytest.raises(FleetError, match="address already in use"):
-                async with Fleet(("one",), mock={"one": ["--speed", "50"]}, settings=settings):
+                async with DemoFleet(("one",), mock={"one": ["--speed", "50"]}, settings=settings):
                     pass
 
     aio.run(start())

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from lbproxy.core.endpoints.credentials import ApiKey, Proxy, Tls
+from lbproxy.core.endpoints.credentials import ApiKey, ForwardProxy, Tls
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.engines.handover import Handover, Role
@@ -62,7 +62,7 @@ ENDPOINT = Endpoint(
     weight=2.5,
     api_key=ApiKey("secret"),
     tls=Tls("/ca.pem", False, "name"),
-    proxy=Proxy("proxy", 3128, ApiKey("Basic abc")),
+    proxy=ForwardProxy("proxy", 3128, ApiKey("Basic abc")),
 )
 
 
@@ -94,23 +94,23 @@ MESSAGES: list[m.Message] = [
     SUBMIT,
     PLAIN,
     m.FirstByte(2**40),
-    m.Progress({1: 0, 2**40: 3}),
+    m.ProgressMade({1: 0, 2**40: 3}),
     m.Close(1, m.OUTCOME_NUMBERS[Outcome.CLIENT_CLOSED], USAGE, timed_out=True),
     m.Close(1, 0, None, timed_out=False),
     m.Answered(1, 0, USAGE, began=True),
     m.Failed(1, "connect", "refused: [::1]:1", True, ("reset", "connect"), False, 3, True),
     m.Stores(1, "resp_1"),
-    m.Load(1, LoadReport(1.0, None, 0.5)),
-    m.Load(1, None),
+    m.LoadReported(1, LoadReport(1.0, None, 0.5)),
+    m.LoadReported(1, None),
     message_of(record()),
     served(plain_record(), None),
     served(plain_record(), m.Answered(77, 0, USAGE, began=True)),
-    m.Running(SUBMIT, "http://a:1", True, 7),
-    m.Running(SUBMIT, "http://a:1", False, None),
+    m.StillRunning(SUBMIT, "http://a:1", True, 7),
+    m.StillRunning(SUBMIT, "http://a:1", False, None),
     m.DoubtModels(1),
     m.RefreshModels(1, 2),
-    m.Beat(1, 2, 3, 0.5, (0.1, 0.0), 5, None, 6, 7, "memory", {"memory": 1}, 8, {"limit": 2}, 9, 10, 11, 12, ("a",),
-           False, {"kept": 3}),
+    m.WorkerFigures(1, 2, 3, 0.5, (0.1, 0.0), 5, None, 6, 7, "memory", {"memory": 1}, 8, {"limit": 2}, 9, 10, 11, 12,
+                    ("a",), False, {"kept": 3}),
     m.Adopted(),
     m.Welcome(None),
     m.Welcome(256),
@@ -220,7 +220,7 @@ def test_a_plain_record_arrives_complete_too() -> None:
     sent = plain_record()
     assert is_plain(sent)
     read = through(served(sent, None))
-    assert isinstance(read, m.Served)
+    assert isinstance(read, m.ServedAtOnce)
     assert (read.number, *read.what[:2]) == (77, False, False)
     begun = RequestRecord("id-1", "POST", "/v1/é", "::1", 1.25)
     begun.route, begun.model, begun.stream, begun.key, begun.flow = "chat", "m", True, "k", "f"  # by `Submit`

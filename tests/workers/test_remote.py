@@ -141,7 +141,7 @@ def test_a_request_waits_for_the_balancer_process_and_is_placed_where_it_says() 
             number = submitted.number
             closed = m.Close(number, m.OUTCOME_NUMBERS[Outcome.COMPLETED], Usage(1, 2, 3), False)
             await worker.heard(m.Close)
-            assert there.arrived[2:] == [m.FirstByte(number), m.Progress({number: 3}), closed]
+            assert there.arrived[2:] == [m.FirstByte(number), m.ProgressMade({number: 3}), closed]
             assert worker.runtime.placed_alone == 0
 
     run(body())
@@ -344,7 +344,9 @@ def test_a_new_balancer_process_is_told_what_runs_and_what_ended() -> None:
             await worker.told(members("up", "up", first_uid=101), *models("m", "m", first_uid=101))
             assert not there.arrived, "it is told nothing before that"
             await worker.told(m.Welcome(None))
-            running = {one.submit.number: one for one in await worker.heard(m.Running) if isinstance(one, m.Running)}
+            running = {
+                one.submit.number: one for one in await worker.heard(m.StillRunning) if isinstance(one, m.StillRunning)
+            }
             assert set(running) == {begun.number, quiet.number, waiting.number}
             assert (running[begun.number].url, running[begun.number].began) == (URLS[0], True)
             assert (running[quiet.number].url, running[quiet.number].began) == (URLS[1], False)
@@ -369,7 +371,7 @@ def test_a_plain_request_ends_with_one_message_if_it_ends_in_one_turn() -> None:
             worker.runtime.answered(at_once, Outcome.COMPLETED, one.usage, began=True, now=1.0)
             worker.runtime.emit(one)
             worker.runtime.answered(later, Outcome.COMPLETED, two.usage, began=False, now=1.0)
-            await worker.heard(m.Served)
+            await worker.heard(m.ServedAtOnce)
             worker.runtime.emit(two)
             worker.runtime.answered(other, Outcome.COMPLETED, three.usage, began=False, now=1.0)
             three.outcome = Outcome.CLIENT_CLOSED
@@ -380,9 +382,17 @@ def test_a_plain_request_ends_with_one_message_if_it_ends_in_one_turn() -> None:
             await worker.heard(m.Ended)
             ends = [one for one in there.arrived if not isinstance(one, (m.Submit, m.Told))]
             kinds = [type(one) for one in ends]
-            assert kinds == [m.Served, m.Answered, m.Served, m.Answered, m.Served, m.Answered, m.Ended]
+            assert kinds == [
+                m.ServedAtOnce,
+                m.Answered,
+                m.ServedAtOnce,
+                m.Answered,
+                m.ServedAtOnce,
+                m.Answered,
+                m.Ended,
+            ]
             first = ends[0]
-            assert isinstance(first, m.Served)
+            assert isinstance(first, m.ServedAtOnce)
             assert (first.number, *first.what[:2]) == (at_once.number, True, True)
 
     run(body())
@@ -409,12 +419,12 @@ def test_a_balancer_process_that_placed_a_request_not_itself_gets_its_whole_reco
         async with worker.welcomed(first_uid=101) as there:
             worker.runtime.emit(record)
             await worker.heard(m.Ended)
-            assert [type(one) for one in there.arrived if not isinstance(one, (m.Running, m.Told))] == [m.Ended]
+            assert [type(one) for one in there.arrived if not isinstance(one, (m.StillRunning, m.Told))] == [m.Ended]
             again, record = plain_record_of(worker)
             await worker.told(placed(again.number, 101))
             worker.runtime.close(again, Outcome.COMPLETED, record.usage)
             worker.runtime.emit(record)
-            assert len(await worker.heard(m.Served)) == 1
+            assert len(await worker.heard(m.ServedAtOnce)) == 1
 
     run(body())
 

@@ -17,7 +17,7 @@ from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.core.requests.retry import FailureKind
 from lbproxy.driver.runtime import Runtime
-from lbproxy.processes.plane import Totals
+from lbproxy.processes.plane import WorkerTotals
 from lbproxy.workers import messages as m
 from lbproxy.workers.origins import NOT_KEPT
 from lbproxy.workers.server import Session, WorkerServer
@@ -196,7 +196,9 @@ def test_a_request_from_its_place_to_its_record() -> None:
             assert it.in_flight() == [1]
             (running,) = it.server.running_records()
             assert (running.id, running.endpoint, running.attempts) == ("r7", "e1", 1)
-            await worker.says(m.FirstByte(7), m.Progress({7: 3, 8: 1}), m.Close(7, COMPLETED, Usage(10, 5, 3), False))
+            await worker.says(
+                m.FirstByte(7), m.ProgressMade({7: 3, 8: 1}), m.Close(7, COMPLETED, Usage(10, 5, 3), False)
+            )
             assert it.in_flight() == [0]
             assert not it.records.requests
             await worker.says(ended(7))
@@ -208,8 +210,8 @@ def test_a_request_from_its_place_to_its_record() -> None:
     run(body())
 
 
-def served(number: int, *, closes: bool) -> m.Served:
-    return m.Served(number, (closes, False, COMPLETED, 200, 1, 2, 3, Usage(10, 4, 5), 0.0, 2.0, 3.0))
+def served(number: int, *, closes: bool) -> m.ServedAtOnce:
+    return m.ServedAtOnce(number, (closes, False, COMPLETED, 200, 1, 2, 3, Usage(10, 4, 5), 0.0, 2.0, 3.0))
 
 
 @pytest.mark.parametrize("closes", [True, False])
@@ -328,8 +330,8 @@ def test_what_is_not_known_is_dropped() -> None:
         async with balancing(1) as it:
             worker = await it.worker()
             await worker.says(
-                *(m.FirstByte(9), m.Progress({9: 1}), m.Close(9, 0, None, False), m.Answered(9, 0, None, True)),
-                *(m.Failed(9, "reset", "", False, (), False, 0, False), m.Stores(9, "resp_1"), m.Load(9, None)),
+                *(m.FirstByte(9), m.ProgressMade({9: 1}), m.Close(9, 0, None, False), m.Answered(9, 0, None, True)),
+                *(m.Failed(9, "reset", "", False, (), False, 0, False), m.Stores(9, "resp_1"), m.LoadReported(9, None)),
             )
             assert not worker.end.lost
             await worker.says(ended(9))
@@ -343,8 +345,8 @@ def test_a_request_that_runs_already_is_adopted_and_ends() -> None:
     async def body() -> None:
         async with balancing(2) as it:
             worker = await it.worker()
-            running = [m.Running(submit(n), it.endpoints[n - 1].base_url, n == 1, None) for n in (1, 2)]
-            await worker.says(*running, m.Running(submit(3), "http://gone:1", True, None))
+            running = [m.StillRunning(submit(n), it.endpoints[n - 1].base_url, n == 1, None) for n in (1, 2)]
+            await worker.says(*running, m.StillRunning(submit(3), "http://gone:1", True, None))
             assert it.in_flight() == [1, 1]
             assert [one.awaiting_first_byte for one in it.snapshots()] == [0, 1]
             assert len(list(it.server.running_records())) == 3
@@ -362,7 +364,7 @@ def test_a_load_report_reaches_the_endpoint() -> None:
             it.runtime.ask_load(it.endpoints[0].uid, True)
             await worker.says(submit(1))
             assert worker.heard(m.Placed)[0].rest == (False, True, None, 0, 0, None)
-            await worker.says(m.Load(1, LoadReport(3.0, 4.0, 0.5)), m.Load(1, None))
+            await worker.says(m.LoadReported(1, LoadReport(3.0, 4.0, 0.5)), m.LoadReported(1, None))
             assert it.runtime.reported_at(it.endpoints[0].uid) > 0.0
             await worker.says(m.Close(1, COMPLETED, None, False), ended(1))
 
@@ -428,7 +430,7 @@ def test_a_worker_that_ended_its_link_and_is_back_has_one_record_of_each_request
             worker = await it.worker(0)
             url = it.endpoints[0].base_url
             # The first still runs, the second and third ended meanwhile, the fourth is forgotten, the fifth asks again.
-            await worker.says(m.Running(submit(1), url, False, None), ended(2), ended(3, Outcome.CLIENT_CLOSED))
+            await worker.says(m.StillRunning(submit(1), url, False, None), ended(2), ended(3, Outcome.CLIENT_CLOSED))
             assert it.in_flight() == [1]
             assert [(one.id, one.outcome) for one in it.records.requests] == [
                 ("r2", Outcome.COMPLETED),
@@ -487,7 +489,7 @@ def test_the_next_link_of_a_worker_waits_until_its_earlier_one_is_read() -> None
             before.end.link.finish()
             await until(lambda: after.heard(m.Welcome))
             assert it.server.sessions == [after.session]
-            await after.says(m.Running(submit(2), it.endpoints[0].base_url, True, None))
+            await after.says(m.StillRunning(submit(2), it.endpoints[0].base_url, True, None))
             assert it.in_flight() == [1]
             await after.says(m.Close(2, COMPLETED, None, False), ended(2))
             assert [(one.id, one.outcome) for one in it.records.requests] == [
@@ -682,7 +684,7 @@ def test_a_beat_is_answered_and_its_cpu_time_becomes_a_share() -> None:
     async def body() -> None:
         async with balancing(1) as it:
             worker = await it.worker()
-            beat = m.Beat(5, 1, 2, 0.0, (0.1,), 1, 2, 3, 4, None, {}, 0, {}, 0, 0, 0, 0, (), True, {})
+            beat = m.WorkerFigures(5, 1, 2, 0.0, (0.1,), 1, 2, 3, 4, None, {}, 0, {}, 0, 0, 0, 0, (), True, {})
             await worker.says(beat)
             assert worker.session.cpu_share == 0.0
             await worker.says(msgspec.structs.replace(beat, cpu_s=1.0))
@@ -698,8 +700,10 @@ def test_the_counts_of_a_worker_that_is_back_count_once_and_never_fall() -> None
 
     async def body() -> None:
         async with balancing(1) as it:
-            totals = Totals(it.server, 1)
-            beat = m.Beat(5, 1, 2, 0.0, (0.1,), 1, 2, 3, 4, None, {"memory": 2}, 0, {}, 0, 3, 0, 0, (), True, {})
+            totals = WorkerTotals(it.server, 1)
+            beat = m.WorkerFigures(
+                5, 1, 2, 0.0, (0.1,), 1, 2, 3, 4, None, {"memory": 2}, 0, {}, 0, 3, 0, 0, (), True, {}
+            )
             seen = [(totals.refused.get("memory", 0), totals.internal_errors)]
 
             async def lives(pid: int, *refused: int) -> None:

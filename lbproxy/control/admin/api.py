@@ -22,7 +22,7 @@ from lbproxy.config.text import ConfigError
 from lbproxy.config.tree import Settings
 from lbproxy.control.admin.feed import Feed
 from lbproxy.control.admin.openapi import ENTRY, EVENTS, document
-from lbproxy.control.admin.state import State, drain_progress, sleep_fields
+from lbproxy.control.admin.state import ShownState, drain_progress, sleep_fields
 from lbproxy.control.discovery.overlay import UnknownEntryError
 from lbproxy.control.telemetry.history import History
 from lbproxy.control.telemetry.recent import MAX_SUMMARIES, Fields
@@ -81,7 +81,7 @@ class Steering(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class AdminRoute:
     """One path with one method."""
 
     method: str
@@ -120,7 +120,7 @@ class ApiError(Exception):
 class Api:
     """Handlers, and the table of them."""
 
-    def __init__(self, runtime: Runtime, state: State, history: History, steering: Steering) -> None:
+    def __init__(self, runtime: Runtime, state: ShownState, history: History, steering: Steering) -> None:
         self._runtime = runtime
         self._state = state
         self._history = history
@@ -136,7 +136,7 @@ class Api:
             path = route.path.replace("{name}", "{name:[^/]+}").replace("{id}", "{id:.+}")
             router.add_route(route.method, path, route.handler)
 
-    def _make_routes(self) -> list[Route]:
+    def _make_routes(self) -> list[AdminRoute]:
         limit: Fields = {"type": "integer", "minimum": 1, "maximum": MAX_SUMMARIES, "default": 100}
         level: Fields = {
             "type": "object",
@@ -145,11 +145,11 @@ class Api:
         }
         one = "/admin/endpoints/{name}"
         return [
-            Route("GET", "/admin/state", self._get_state, "The complete state", "State"),
-            Route(
+            AdminRoute("GET", "/admin/state", self._get_state, "The complete state", "State"),
+            AdminRoute(
                 "GET", "/admin/history", self._get_history, "The last ten minutes in steps of five seconds", "History"
             ),
-            Route(
+            AdminRoute(
                 "GET",
                 "/admin/events",
                 self._events,
@@ -157,15 +157,17 @@ class Api:
                 EVENTS,
                 (200, 503),
             ),
-            Route("GET", "/admin/endpoints", self._get_endpoints, "All endpoints", "Endpoints"),
-            Route("POST", "/admin/endpoints", self._add, "Add an endpoint", "Added", (201, 422), body=ENTRY),
-            Route("GET", one, self._get_endpoint, "One endpoint", "Endpoint", (200, 404)),
-            Route("DELETE", one, self._remove, "Remove an endpoint; its requests finish", "Removed", (200, 404, 409)),
-            Route("POST", f"{one}/drain", self._drain, "Stop sending new requests to it", "Drain", (200, 404)),
-            Route("POST", f"{one}/undrain", self._undrain, "Send requests to it again", "Drain", (200, 404)),
-            Route("POST", f"{one}/wake", self._wake, "Wake it", "Sleep", (200, 404, 409)),
-            Route("POST", f"{one}/sleep", self._sleep, "Put it to sleep", "Sleep", (200, 404, 409)),
-            Route(
+            AdminRoute("GET", "/admin/endpoints", self._get_endpoints, "All endpoints", "Endpoints"),
+            AdminRoute("POST", "/admin/endpoints", self._add, "Add an endpoint", "Added", (201, 422), body=ENTRY),
+            AdminRoute("GET", one, self._get_endpoint, "One endpoint", "Endpoint", (200, 404)),
+            AdminRoute(
+                "DELETE", one, self._remove, "Remove an endpoint; its requests finish", "Removed", (200, 404, 409)
+            ),
+            AdminRoute("POST", f"{one}/drain", self._drain, "Stop sending new requests to it", "Drain", (200, 404)),
+            AdminRoute("POST", f"{one}/undrain", self._undrain, "Send requests to it again", "Drain", (200, 404)),
+            AdminRoute("POST", f"{one}/wake", self._wake, "Wake it", "Sleep", (200, 404, 409)),
+            AdminRoute("POST", f"{one}/sleep", self._sleep, "Put it to sleep", "Sleep", (200, 404, 409)),
+            AdminRoute(
                 "GET",
                 "/admin/decisions",
                 self._get_decisions,
@@ -173,7 +175,7 @@ class Api:
                 "Requests",
                 query={"limit": limit, "endpoint": {"type": "string"}},
             ),
-            Route(
+            AdminRoute(
                 "GET",
                 "/admin/decisions/{id}",
                 self._explain,
@@ -181,8 +183,8 @@ class Api:
                 "Explained",
                 (200, 404),
             ),
-            Route("GET", "/admin/config", self._get_config, "The settings in force, without secrets", "Settings"),
-            Route(
+            AdminRoute("GET", "/admin/config", self._get_config, "The settings in force, without secrets", "Settings"),
+            AdminRoute(
                 "POST",
                 "/admin/reload",
                 self._reload,
@@ -190,8 +192,8 @@ class Api:
                 "Reloaded",
                 (200, 409, 422),
             ),
-            Route("GET", "/admin/log-level", self._get_log_level, "The minimum level of log lines", "LogLevel"),
-            Route(
+            AdminRoute("GET", "/admin/log-level", self._get_log_level, "The minimum level of log lines", "LogLevel"),
+            AdminRoute(
                 "PUT",
                 "/admin/log-level",
                 self._put_log_level,
@@ -200,7 +202,7 @@ class Api:
                 (200, 422),
                 body=level,
             ),
-            Route("GET", "/admin/openapi.json", self._openapi, "This document", "Document"),
+            AdminRoute("GET", "/admin/openapi.json", self._openapi, "This document", "Document"),
         ]
 
     # Reading

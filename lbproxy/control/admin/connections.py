@@ -42,7 +42,7 @@ ACCEPTED_AT_ONCE = 8
 _READ_BYTES = 64 << 10
 
 
-class Connections:
+class AdminConnections:
     """All that are open."""
 
     def __init__(
@@ -54,18 +54,18 @@ class Connections:
         self.on_closed: Callable[[], None] = lambda: None
         """Called when a descriptor is free again."""
         self._loop = loop
-        self._open: dict[Connection, None] = {}
+        self._open: dict[AdminConnection, None] = {}
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def opened(self, connection: Connection) -> None:
+    def opened(self, connection: AdminConnection) -> None:
         """Count a new one, and close another for it, if there must be."""
         if len(self._open) >= admin_connections():
             self.end_longest()
         self._open[connection] = None
 
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: AdminConnection) -> None:
         """It is lost."""
         self._open.pop(connection, None)
         self.deadlines.disconnected(connection)
@@ -96,7 +96,7 @@ class Connections:
             self._end(one)
         self.deadlines.close()
 
-    def _end(self, connection: Connection) -> None:
+    def _end(self, connection: AdminConnection) -> None:
         del self._open[connection]
         connection.abort()
 
@@ -104,12 +104,12 @@ class Connections:
         self.on_closed()
 
 
-class Connection(web.RequestHandler):
+class AdminConnection(web.RequestHandler):
     """aiohttp's, within the bounds above."""
 
     __slots__ = ("_all", "_body", "_head_bytes", "_wire", "since")
 
-    def __init__(self, all_: Connections, server: web.Server, **options: object) -> None:
+    def __init__(self, all_: AdminConnections, server: web.Server, **options: object) -> None:
         super().__init__(server, read_bufsize=_READ_BYTES, **options)  # type: ignore[arg-type]
         self._max_msg_queue_size = 1
         self._msg_queue_resume_size = 0

@@ -22,7 +22,7 @@ from aiohttp import web
 from lbproxy.config.sections.access import Secret
 from lbproxy.control.admin.access import AdminAccess
 from lbproxy.control.admin.api import Api, ApiError
-from lbproxy.control.admin.connections import ACCEPTED_AT_ONCE, Connection, Connections
+from lbproxy.control.admin.connections import ACCEPTED_AT_ONCE, AdminConnection, AdminConnections
 from lbproxy.control.admin.dashboard.page import Dashboard
 from lbproxy.control.admin.made_token import MadeToken
 from lbproxy.core.endpoints.health import Health
@@ -133,7 +133,7 @@ class Admin:
         self._port: int | None = None
         self.listener: Listener | None = None
         """Set by `start`."""
-        self.connections = Connections(runtime.loop, runtime.pulse, _refusal_of_no_request)
+        self.connections = AdminConnections(runtime.loop, runtime.pulse, _refusal_of_no_request)
         self.access = AdminAccess(token, made)
         middlewares = [_errors_as_json, self.access.middleware]
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=middlewares)
@@ -165,7 +165,7 @@ class Admin:
         assert server is not None
         loop, options, all_ = asyncio.get_running_loop(), server._kwargs, self.connections
         self.listener = Listener(
-            lambda: Connection(all_, server, loop=loop, **options), room=all_.end_longest, spares=SPARE_DESCRIPTORS
+            lambda: AdminConnection(all_, server, loop=loop, **options), room=all_.end_longest, spares=SPARE_DESCRIPTORS
         )
         self.listener.batch = lambda _: ACCEPTED_AT_ONCE
         all_.on_closed = self.listener.refill

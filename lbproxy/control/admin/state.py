@@ -29,7 +29,7 @@ from lbproxy.driver.runtime import Runtime
 RECENT_TRANSITIONS = 20
 
 
-class Front(Protocol):
+class ClientListener(Protocol):
     """The listener for clients, which stops taking requests before it ends."""
 
     @property
@@ -57,13 +57,13 @@ class Front(Protocol):
         ...
 
 
-class State:
+class ShownState:
     """Reads; changes nothing."""
 
     def __init__(
         self,
         runtime: Runtime,
-        front: Front,
+        front: ClientListener,
         recent: Recent,
         *,
         settings: Callable[[], Settings],
@@ -172,7 +172,7 @@ class State:
 
 
 def drain_progress(name: str, found: Sequence[EndpointSnapshot], *, knows_all: bool) -> Fields:
-    """How far the draining of an endpoint is, or of all ranks of a server. `knows_all`: see State."""
+    """How far the draining of an endpoint is, or of all ranks of a server. `knows_all`: see ShownState."""
     in_flight = sum(one.in_flight for one in found)
     draining = all(one.draining for one in found)
     return {

@@ -22,7 +22,7 @@ class IPAddress(NamedTuple):
     text: str
 
 
-class Answer(NamedTuple):
+class DnsAnswer(NamedTuple):
     """What the question for a name's IPv4, or IPv6, addresses brought. Made by `answer`, or without addresses."""
 
     result: str
@@ -34,7 +34,7 @@ class Answer(NamedTuple):
     """Those of `addresses` where an endpoint can be. To read them is the dear part, so it is done in the thread."""
 
 
-class Server(NamedTuple):
+class SrvRecord(NamedTuple):
     """One SRV record (RFC 2782)."""
 
     priority: int
@@ -48,7 +48,7 @@ class Services(NamedTuple):
     """What the question for a name's SRV records brought."""
 
     result: str
-    servers: tuple[Server, ...] = ()
+    servers: tuple[SrvRecord, ...] = ()
     """With `ok`: at least one, ascending, at most MAX_SERVERS."""
     detail: str = ""
     """Without: why, for a human."""
@@ -63,12 +63,12 @@ class NoRecordsError(Exception):
         self.detail = (str(error) or type(error).__name__)[:MAX_DETAIL_CHARS]
 
 
-def answer(addresses: Iterable[str]) -> Answer:
+def answer(addresses: Iterable[str]) -> DnsAnswer:
     """A good answer with these addresses; EMPTY if there are none."""
     found = tuple(addresses)
     if not found:
-        return Answer(EMPTY, detail="the name has no addresses")
-    return Answer(OK, found, usable=tuple(one for one in map(usable_address, found) if one is not None))
+        return DnsAnswer(EMPTY, detail="the name has no addresses")
+    return DnsAnswer(OK, found, usable=tuple(one for one in map(usable_address, found) if one is not None))
 
 
 def usable_address(text: str) -> IPAddress | None:
@@ -91,5 +91,5 @@ def usable_address(text: str) -> IPAddress | None:
 class Lookup(NamedTuple):
     """Both answers about a name."""
 
-    v4: Answer
-    v6: Answer
+    v4: DnsAnswer
+    v6: DnsAnswer

@@ -26,11 +26,11 @@ from lbproxy.control.discovery.dns_answers import (
     FAILED,
     NXDOMAIN,
     OK,
-    Answer,
+    DnsAnswer,
     IPAddress,
     Lookup,
-    Server,
     Services,
+    SrvRecord,
 )
 
 EMPTY_UNTIL_BELIEVED = 3
@@ -39,7 +39,7 @@ MAX_TARGETS = 256
 MAX_LOGGED = 10
 
 
-class Member(NamedTuple):
+class NameMember(NamedTuple):
     """An endpoint that a name leads to."""
 
     authority: str
@@ -61,7 +61,7 @@ class KnownName:
         self._addresses: tuple[IPAddress, ...] = ()
         self.authorities: list[str] = []
         """The endpoints' `host:port`: distinct, IPv4 first, ascending, at most MAX_ENDPOINTS. Replaced, not changed."""
-        self.members: list[Member] = []
+        self.members: list[NameMember] = []
         """The endpoints that it leads to, in this order. Replaced, not changed."""
         self._empties = 0
         """In a row."""
@@ -104,7 +104,7 @@ class KnownName:
         if addresses != self._addresses:
             self._addresses = addresses
             self.authorities = [self._authority(address) for address in addresses]
-            self.members = [Member(authority, 1.0, self.host) for authority in self.authorities]
+            self.members = [NameMember(authority, 1.0, self.host) for authority in self.authorities]
 
     def _authority(self, address: IPAddress) -> str:
         return f"[{address.text}]:{self._port}" if address.version == 6 else f"{address.text}:{self._port}"
@@ -113,7 +113,7 @@ class KnownName:
         return not any(leads_to(self._authority(address), own) for own in self._own)
 
 
-def _was_heard(answer: Answer) -> bool:
+def _was_heard(answer: DnsAnswer) -> bool:
     return answer.result in {OK, EMPTY, NXDOMAIN}
 
 
@@ -145,12 +145,12 @@ class KnownService:
         self.entry = entry
         self.host = entry.authority
         self._own = own
-        self._servers: tuple[Server, ...] = ()
+        self._servers: tuple[SrvRecord, ...] = ()
         self._names: dict[tuple[str, int], KnownName] = {}
         """What is believed of each target, by it and its port."""
         self._empties = 0
         """In a row."""
-        self.members: list[Member] = []
+        self.members: list[NameMember] = []
         """The endpoints: distinct, by priority, target, port and address; at most MAX_ENDPOINTS."""
         self.results: dict[str, int] = {}
         """See KnownName."""
@@ -207,7 +207,7 @@ class KnownService:
                 result, self.problem = next(reversed(worst.results)), f"{worst.host}: {worst.problem}"
         self.results[result] = self.results.get(result, 0) + 1
 
-    def _allowed(self, servers: Sequence[Server]) -> Sequence[Server]:
+    def _allowed(self, servers: Sequence[SrvRecord]) -> Sequence[SrvRecord]:
         """Whoever forges DNS answers may also have a certificate of a name of theirs: with TLS, targets are believed in
         the service's own domain only, unless the settings say which name the certificates must have.
         """
@@ -228,7 +228,7 @@ class KnownService:
 
     def _arrange(self, down: Callable[[], Collection[str]]) -> None:
         """Which members the priorities leave."""
-        members: dict[str, Member] = {}
+        members: dict[str, NameMember] = {}
         gone: Collection[str] | None = None
         for _, servers in groupby(self._servers, key=lambda one: one.priority):
             group = [member for server in servers for member in self._members(server)]
@@ -241,10 +241,10 @@ class KnownService:
         self.found = len(members)
         self.members = list(members.values())[:MAX_ENDPOINTS]
 
-    def _members(self, server: Server) -> list[Member]:
+    def _members(self, server: SrvRecord) -> list[NameMember]:
         name = self._names.get((server.target, server.port))
         weight = float(max(1, server.weight))
-        return [Member(authority, weight, server.target) for authority in (name.authorities if name else ())]
+        return [NameMember(authority, weight, server.target) for authority in (name.authorities if name else ())]
 
 
 Known: TypeAlias = KnownName | KnownService

@@ -25,11 +25,11 @@ from lbproxy.control.discovery.dns_answers import (
     EMPTY,
     MAX_SERVERS,
     OK,
-    Answer,
+    DnsAnswer,
     Lookup,
     NoRecordsError,
-    Server,
     Services,
+    SrvRecord,
     answer,
 )
 
@@ -80,7 +80,7 @@ class Resolver:
         try:
             nameservers = self._nameservers()
         except NoRecordsError as failure:
-            failed = Answer(failure.result, detail=failure.detail)
+            failed = DnsAnswer(failure.result, detail=failure.detail)
             return Lookup(failed, failed)
         v4, v6 = await asyncio.gather(*(self._ask(nameservers, host, kind) for kind in ("A", "AAAA")))
         return Lookup(v4, v6)
@@ -96,16 +96,16 @@ class Resolver:
             found = await self._nameservers().records(name, "SRV")
         except NoRecordsError as failure:
             return Services(failure.result, detail=failure.detail)
-        read = {Server(one.priority, one.weight, one.port, one.target.to_text(True).lower()) for one in found}
+        read = {SrvRecord(one.priority, one.weight, one.port, one.target.to_text(True).lower()) for one in found}
         if all(one.target == "." for one in read):  # "the service is decidedly not available at this domain"
             return Services(EMPTY, detail="the name has no SRV records")
         return Services(OK, tuple(sorted(one for one in read if one.target != ".")[:MAX_SERVERS]))
 
-    async def _ask(self, nameservers: Nameservers, host: str, kind: str) -> Answer:
+    async def _ask(self, nameservers: Nameservers, host: str, kind: str) -> DnsAnswer:
         try:
             return answer(record.address for record in await nameservers.records(host, kind))
         except NoRecordsError as failure:
-            return Answer(failure.result, detail=failure.detail)
+            return DnsAnswer(failure.result, detail=failure.detail)
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

@@ -15,9 +15,9 @@ from typing import TypeAlias
 from lbproxy.config.sections.endpoints import EndpointSettings
 from lbproxy.config.sections.engines import LBPROXY
 from lbproxy.config.sections.proxies import ProxyUrl
-from lbproxy.control.discovery.known_names import Member
+from lbproxy.control.discovery.known_names import NameMember
 from lbproxy.core.capacity.allowance import Bounds
-from lbproxy.core.endpoints.credentials import ApiKey, Proxy, Tls
+from lbproxy.core.endpoints.credentials import ApiKey, ForwardProxy, Tls
 from lbproxy.core.endpoints.endpoint import ColdStart, EndpointSpec, SleepSpec
 from lbproxy.core.engines.handover import Role
 
@@ -43,7 +43,7 @@ class MemberSpecs:
         self._weight = entry.weight
         self._has_own_name = entry.name != entry.authority
 
-    def __call__(self, member: Member, taken: Collection[str]) -> EndpointSpec:
+    def __call__(self, member: NameMember, taken: Collection[str]) -> EndpointSpec:
         """Of one member. `taken`: names of endpoints that it must not have. About 2 µs."""
         authority = member.authority
         # No entry's name has a slash, and no two entries have one name.
@@ -95,12 +95,12 @@ def _bounds(entry: EndpointSettings) -> Bounds | None:
     return None if bounds == Bounds() else bounds
 
 
-def _proxy(url: ProxyUrl) -> Proxy:
+def _proxy(url: ProxyUrl) -> ForwardProxy:
     if url.userinfo is None:
-        return Proxy(url.host, url.port)
-    return Proxy(url.host, url.port, ApiKey(f"Basic {base64.b64encode(url.userinfo.encode()).decode()}"))
+        return ForwardProxy(url.host, url.port)
+    return ForwardProxy(url.host, url.port, ApiKey(f"Basic {base64.b64encode(url.userinfo.encode()).decode()}"))
 
 
-def _tls(entry: EndpointSettings, member: Member | None, certificates: Certificates) -> Tls:
+def _tls(entry: EndpointSettings, member: NameMember | None, certificates: Certificates) -> Tls:
     ca = None if entry.tls.ca is None else certificates[entry.tls.ca]
     return Tls(ca, entry.tls.verify, entry.tls.server_name or (member and member.found_by.rstrip(".")))

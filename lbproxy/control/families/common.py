@@ -100,7 +100,7 @@ class _Single(Collector):
 
 
 @dataclass
-class Totals:
+class RequestTotals:
     """Requests that ended, since the start."""
 
     first_bytes: list[int]
@@ -114,7 +114,7 @@ class Totals:
     """Those that were answered 429."""
 
 
-class Load(Protocol):
+class OwnOverload(Protocol):
     """What is refused because we ourselves are the bottleneck: proxy.front.overload.Overload."""
 
     @property
@@ -270,7 +270,7 @@ def worker_families(workers: Workers) -> Iterator[Metric]:
     yield counter("requests_placed_alone", text, workers.placed_alone)
 
 
-def load_families(load: Load, door: Door) -> Iterator[Metric]:
+def load_families(load: OwnOverload, door: Door) -> Iterator[Metric]:
     """What is refused, and how near it is."""
     reasons = [((reason,), float(reason == load.refuses)) for reason in load.refused]
     text = "1 while lbproxy refuses new requests because it lacks this resource itself"
@@ -309,7 +309,7 @@ def flow_families(flows: Sequence[FlowSnapshot]) -> Iterator[Metric]:
     yield counters("flow_refused", text, ("flow",), columns[3])
 
 
-class Found(Protocol):
+class FoundByName(Protocol):
     """What is known of a DNS name."""
 
     entry: EndpointSettings
@@ -334,7 +334,7 @@ class Listed(Protocol):
         ...
 
 
-def source_families(names: Sequence[Found], files: Sequence[Listed]) -> Iterator[Metric]:
+def source_families(names: Sequence[FoundByName], files: Sequence[Listed]) -> Iterator[Metric]:
     """How finding endpoints gets on. The settings and a file may have names that are called alike: these are added."""
     resolutions: Counter[tuple[str, str]] = Counter()
     addresses: Counter[tuple[str]] = Counter()
@@ -365,7 +365,7 @@ class Traced(Protocol):
         ...
 
 
-class Tracing(Protocol):
+class TracingCounts(Protocol):
     """Who has it: extras.tracing."""
 
     @property

@@ -12,7 +12,7 @@ from lbproxy.control.families.common import counters, gauges
 from lbproxy.core.engines.kv_events import Problem
 
 
-class Published(Protocol):
+class KvEventCounts(Protocol):
     """What one endpoint published: extras.kv_feed.KvStats."""
 
     messages: int
@@ -37,11 +37,11 @@ class Published(Protocol):
         ...
 
 
-class KvEvents(Protocol):
+class KvEventReader(Protocol):
     """The reader of KV events: extras.kv_events.KvEvents."""
 
     @property
-    def stats(self) -> Mapping[str, Published]:
+    def stats(self) -> Mapping[str, KvEventCounts]:
         """By the names of the endpoints that are read now."""
         ...
 
@@ -56,7 +56,7 @@ _COUNTERS = (
 )
 
 
-def kv_families(events: KvEvents) -> Iterator[Metric]:
+def kv_families(events: KvEventReader) -> Iterator[Metric]:
     """How the events of each endpoint arrive; nothing while none are read."""
     stats = dict(events.stats)
     if not stats:

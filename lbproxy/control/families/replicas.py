@@ -18,7 +18,7 @@ from lbproxy.control.families.common import counter, counters, gauge, gauges
 from lbproxy.core.replicas.peers import PeerSnapshot
 
 
-class Exchanged(Protocol):
+class ReplicationCounts(Protocol):
     """What was exchanged since the start: extras.replication.ReplicationStats."""
 
     @property
@@ -97,7 +97,7 @@ class Replicas(Protocol):
         ...
 
     @property
-    def stats(self) -> Exchanged:
+    def stats(self) -> ReplicationCounts:
         """What was exchanged."""
         ...
 

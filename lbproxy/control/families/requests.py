@@ -19,7 +19,7 @@ from typing import Final
 
 from prometheus_client.core import Metric
 
-from lbproxy.control.families.common import Totals, add_to, counter, counters, histogram, keep
+from lbproxy.control.families.common import RequestTotals, add_to, counter, counters, histogram, keep
 from lbproxy.control.families.histogram import Histogram
 from lbproxy.control.families.tiers import PlacementCounts
 from lbproxy.core.observed.record import RequestRecord
@@ -188,10 +188,10 @@ class RequestCounts:
         """Requests that were placed."""
         return sum(self._queue_wait.counts)
 
-    def totals(self) -> Totals:
+    def totals(self) -> RequestTotals:
         """What was counted since the start."""
         self._add_up()
-        totals = Totals(first_bytes=[0] * (len(FIRST_BYTE_BUCKETS) + 1), tokens=self._tokens[1])
+        totals = RequestTotals(first_bytes=[0] * (len(FIRST_BYTE_BUCKETS) + 1), tokens=self._tokens[1])
         for (_, outcome, status), count in self._series.by_route.items():
             totals.requests += count
             if status >= 500 or outcome in _BROKEN:

@@ -11,7 +11,7 @@ from lbproxy.config.sections.endpoints import ScrapeSettings
 from lbproxy.config.sections.health import HealthSettings
 from lbproxy.config.shown import without_values
 from lbproxy.control.probing.prober import ModelsAnswer, ask_description, ask_health, ask_models, self_describing
-from lbproxy.control.probing.scraper import Found, ScrapeError, Target, fetch_page, find_page
+from lbproxy.control.probing.scraper import FoundPage, ScrapeError, Target, fetch_page, find_page
 from lbproxy.core.endpoints.endpoint import EndpointSpec, handover_of
 from lbproxy.core.engines.dialects import Engines
 from lbproxy.core.engines.handover import Handover, Role
@@ -192,7 +192,7 @@ async def _ask_load(
     )
 
 
-def _reported(found: Found) -> Handover | None:
+def _reported(found: FoundPage) -> Handover | None:
     connector = connector_of(found.page) if found.engine == "vllm" else None
     return None if connector is None else Handover(Role.BOTH, connector)
 

@@ -37,7 +37,7 @@ from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec
 from lbproxy.core.engines.dialects import Engines, MetricsLocation
 from lbproxy.core.engines.handover import Handover, Role
 from lbproxy.core.engines.load_metrics import LoadMetrics
-from lbproxy.core.engines.readings import MAX_LORA, PageReader, Reading
+from lbproxy.core.engines.readings import MAX_LORA, PageReader, PageReading
 from lbproxy.core.engines.server_info import connector_of
 from lbproxy.core.requests.retry import UpstreamError
 from lbproxy.driver.runtime import Runtime
@@ -168,7 +168,7 @@ async def fetch_page(target: Target, connections: ConnectionPool, *, timeout_s: 
     return answer.body
 
 
-class Found(NamedTuple):
+class FoundPage(NamedTuple):
     """An endpoint's page, and whose it is."""
 
     target: Target
@@ -176,7 +176,7 @@ class Found(NamedTuple):
     page: bytes
 
 
-async def find_page(endpoint: EndpointSpec, engines: Engines, ask: Callable[[Target], Awaitable[bytes]]) -> Found:
+async def find_page(endpoint: EndpointSpec, engines: Engines, ask: Callable[[Target], Awaitable[bytes]]) -> FoundPage:
     """The first page that is one of the endpoint's engine; of any, if that is auto.
 
     Raises the ScrapeError of the likeliest place if there is none. A server that does not answer at all is not asked
@@ -188,7 +188,7 @@ async def find_page(endpoint: EndpointSpec, engines: Engines, ask: Callable[[Tar
             page = await ask(target)
             engine = engines.detect(page, target.place) if endpoint.engine == "auto" else endpoint.engine
             if engine is not None:
-                return Found(target, engine, page)
+                return FoundPage(target, engine, page)
             raise ScrapeError("unknown_engine", "no known engine's metrics are on the page")
         except ScrapeError as error:
             first = first or error
@@ -363,7 +363,7 @@ class Scraper:
         self._log_missing(reading)
         return reading.metrics, reading.ranks
 
-    def _reading(self, page: bytes) -> Reading:
+    def _reading(self, page: bytes) -> PageReading:
         assert self._reader is not None
         assert self.status.engine is not None
         reading = self._reader.read(page, scraped_at=self._sent_at, wall_time=time.time())
@@ -423,7 +423,7 @@ class Scraper:
             text = "the metrics of %s cannot be read, so only lbproxy's own requests there count: %s"
             logger.warning(text, self.endpoint.server, error.detail, extra=self._extra())
 
-    def _log_missing(self, reading: Reading) -> None:
+    def _log_missing(self, reading: PageReading) -> None:
         engine = self.status.engine
         for name in reading.missing:
             if (engine, name) in self._missing_logged:

@@ -30,7 +30,7 @@ HOOK_S: Final = 30.0
 _RELOAD: Final = b'{"method": "reload_weights"}'
 
 
-class State(NamedTuple):
+class SleepReport(NamedTuple):
     """What a server said of itself."""
 
     heard: bool
@@ -40,16 +40,16 @@ class State(NamedTuple):
     reason: str
 
 
-async def ask_state(endpoint: Endpoint, connections: ConnectionPool) -> State:
+async def ask_state(endpoint: Endpoint, connections: ConnectionPool) -> SleepReport:
     """Whether it sleeps."""
     origin = Origin.parse(endpoint.base_url, endpoint.tls, endpoint.proxy)
     try:
         got = await fetch(connections, origin, STATE_PATH, timeout_s=ASK_S, max_bytes=MAX_BYTES, key=endpoint.api_key)
     except UpstreamError as error:
         is_answer = error.kind is FailureKind.PROTOCOL
-        return State(is_answer, None, error.detail)
+        return SleepReport(is_answer, None, error.detail)
     reason = f"GET {STATE_PATH} returned {got.status}"
-    return State(not is_silent(got.status), read_state(got.status, got.body), reason)
+    return SleepReport(not is_silent(got.status), read_state(got.status, got.body), reason)
 
 
 async def put_to_sleep(endpoint: Endpoint, connections: ConnectionPool) -> str | None:

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from lbproxy.control.families.common import Totals
+from lbproxy.control.families.common import RequestTotals
 from lbproxy.control.families.requests import FIRST_BYTE_BUCKETS
 from lbproxy.control.telemetry.access_line import stamp
 from lbproxy.core.observed.snapshot import PoolSnapshot
@@ -24,7 +24,7 @@ STEPS = 120
 class History:
     """`run` it as a loop; `points` says what it saw."""
 
-    def __init__(self, totals: Callable[[], Totals], snapshot: Callable[[], PoolSnapshot]) -> None:
+    def __init__(self, totals: Callable[[], RequestTotals], snapshot: Callable[[], PoolSnapshot]) -> None:
         self._totals = totals
         self._snapshot = snapshot
         self._before = totals()

@@ -28,10 +28,10 @@ from lbproxy import __version__
 from lbproxy.control.discovery.discovery import Discovery
 from lbproxy.control.families.common import (
     Door,
-    Load,
     Loads,
-    Totals,
-    Tracing,
+    OwnOverload,
+    RequestTotals,
+    TracingCounts,
     Workers,
     add_to,
     counter,
@@ -50,7 +50,7 @@ from lbproxy.control.families.common import (
 )
 from lbproxy.control.families.endpoints import one_per_name, render_endpoints
 from lbproxy.control.families.histogram import Histogram
-from lbproxy.control.families.kv_events import KvEvents, kv_families
+from lbproxy.control.families.kv_events import KvEventReader, kv_families
 from lbproxy.control.families.replicas import Replicas, replica_families
 from lbproxy.control.families.requests import RequestCounts
 from lbproxy.control.families.scaling import scaling_families
@@ -117,10 +117,10 @@ class _Watched:
     """Sources of families that are shown only where their feature is in use."""
 
     sources: Discovery | None = None
-    tracing: Tracing | None = None
+    tracing: TracingCounts | None = None
     workers: Workers | None = None
     replicas: Replicas | None = None
-    kv_events: KvEvents | None = None
+    kv_events: KvEventReader | None = None
     sleeping: Sleeping | None = None
 
 
@@ -139,7 +139,7 @@ class Telemetry:
         self._transitions: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._ejections: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._lag = Histogram(LAG_BUCKETS)
-        self._own_load: tuple[Load, Door] | None = None
+        self._own_load: tuple[OwnOverload, Door] | None = None
         self.loads = Loads()
         """Of the settings. Kept by who loads them."""
         self._process = ProcessCollector(registry=None)
@@ -152,7 +152,7 @@ class Telemetry:
         """Show how this scraper gets on, until its endpoint leaves the pool."""
         self._scrapers[scraper.endpoint.uid] = scraper
 
-    def watch_load(self, load: Load, door: Door, pulse: Ticker, workers: Workers | None = None) -> None:
+    def watch_load(self, load: OwnOverload, door: Door, pulse: Ticker, workers: Workers | None = None) -> None:
         """Show what is refused and why, and how late the event loop is."""
         self._own_load, self._watched.workers = (load, door), workers
         pulse.listen(self._lag.observe)
@@ -161,7 +161,7 @@ class Telemetry:
         """Show how finding endpoints gets on."""
         self._watched.sources = sources
 
-    def watch_traces(self, tracing: Tracing) -> None:
+    def watch_traces(self, tracing: TracingCounts) -> None:
         """Show what becomes of traces, while there are any."""
         self._watched.tracing = tracing
 
@@ -169,7 +169,7 @@ class Telemetry:
         """Show the exchange with other replicas, if there is one."""
         self._watched.replicas = replicas
 
-    def watch_kv_events(self, events: KvEvents) -> None:
+    def watch_kv_events(self, events: KvEventReader) -> None:
         """Show how the KV events of endpoints arrive, while any are read."""
         self._watched.kv_events = events
 
@@ -184,7 +184,7 @@ class Telemetry:
         for record in records:
             self._requests.count(record)
 
-    def totals(self) -> Totals:
+    def totals(self) -> RequestTotals:
         """What was counted since the start."""
         return self._requests.totals()
 

@@ -28,7 +28,7 @@ class ApiKey:
         return "ApiKey(***)"
 
 
-class Proxy(NamedTuple):
+class ForwardProxy(NamedTuple):
     """A forward proxy, through which an endpoint is reached by CONNECT."""
 
     host: str

@@ -11,7 +11,7 @@ from lbproxy.core.capacity.allowance import Bounds
 from lbproxy.core.engines.handover import BOOTSTRAP_PORT, Handover, Role
 
 if TYPE_CHECKING:
-    from lbproxy.core.endpoints.credentials import ApiKey, Proxy, Tls
+    from lbproxy.core.endpoints.credentials import ApiKey, ForwardProxy, Tls
 
 
 EndpointUid = NewType("EndpointUid", int)
@@ -74,7 +74,7 @@ class EndpointSpec:
     """Further fields of clients that it gets above tier 1; in lower case."""
     tls: Tls | None = None
     """Always set with https, else None."""
-    proxy: Proxy | None = None
+    proxy: ForwardProxy | None = None
     """The proxy for all connections to it; None = no proxy."""
     ranks: int | None = None
     """Data-parallel ranks behind the address that are endpoints of their own; None = as many as its metrics show."""

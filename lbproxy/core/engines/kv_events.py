@@ -62,7 +62,7 @@ class KvEventError(Exception):
         self.problem = problem
 
 
-class Message(NamedTuple):
+class KvMessage(NamedTuple):
     """One message, not decoded yet."""
 
     topic: bytes
@@ -70,7 +70,7 @@ class Message(NamedTuple):
     payload: bytes
 
 
-class Stored(NamedTuple):
+class BlocksStored(NamedTuple):
     """Blocks are in the cache now. They may have been there before."""
 
     blocks: list[int]
@@ -97,7 +97,7 @@ class Cleared(NamedTuple):
     medium: str
 
 
-KvEvent: TypeAlias = Stored | Removed | Cleared
+KvEvent: TypeAlias = BlocksStored | Removed | Cleared
 GPU: Final = "GPU"
 """The medium of events that name none."""
 
@@ -166,20 +166,20 @@ _type_of_array: Final = Decoder(Annotated[list[Raw], Meta(max_length=64)])
 _text: Final = Decoder(str)
 
 
-def read_message(frames: Sequence[bytes]) -> Message:
+def read_message(frames: Sequence[bytes]) -> KvMessage:
     """Read the frames of a published message. Raises KvEventError."""
     if len(frames) != 3 or len(frames[1]) != SEQUENCE_BYTES:
         raise KvEventError(Problem.FRAMES, f"expected a topic, 8 bytes and a batch, got {_shape(frames)}")
-    return Message(frames[0], int.from_bytes(frames[1]), frames[2])
+    return KvMessage(frames[0], int.from_bytes(frames[1]), frames[2])
 
 
-def read_replayed(frames: Sequence[bytes]) -> Message | None:
+def read_replayed(frames: Sequence[bytes]) -> KvMessage | None:
     """Read the frames of a replayed message, in both forms; None: the replay ends. Raises KvEventError."""
     first, *rest = frames if frames else (b"?",)
     if first or len(rest) not in (2, 3) or len(rest[-2]) != SEQUENCE_BYTES:
         raise KvEventError(Problem.REPLAY, f"expected an empty frame, 8 bytes and a batch, got {_shape(frames)}")
     sequence = int.from_bytes(rest[-2])
-    return None if sequence == END_OF_REPLAY else Message(rest[0] if len(rest) == 3 else b"", sequence, rest[-1])
+    return None if sequence == END_OF_REPLAY else KvMessage(rest[0] if len(rest) == 3 else b"", sequence, rest[-1])
 
 
 def replay_request(start: int) -> list[bytes]:
@@ -211,7 +211,7 @@ def decode_event(raw: Raw) -> KvEvent | None:
         group = getattr(found, "group_idx", None) or 0
         hashes = [_hash(one) for one in found.block_hashes]
         if isinstance(found, _Stored | _StoredArray):
-            return Stored(hashes, found.block_size, medium, group)
+            return BlocksStored(hashes, found.block_size, medium, group)
         return Removed(hashes, medium, group)
     except _UNREADABLE as error:
         if _is_unknown(raw, is_map=is_map):

@@ -11,7 +11,7 @@ SILENT_S: Final = 10.0
 """A publisher that was silent for so long may have a successor with another topic."""
 
 
-class Order(Enum):
+class KvOrder(Enum):
     """How a message follows the one before."""
 
     NEXT = "next"
@@ -36,18 +36,18 @@ class KvSequence:
         self._topic = b""
         self._heard_at = -inf
 
-    def judge(self, topic: bytes, number: int, now: float) -> Order:
+    def judge(self, topic: bytes, number: int, now: float) -> KvOrder:
         """Classify a message. Unless it is FOREIGN, the one after it is expected from now on."""
         expected = self.expected
         if expected is not None and topic != self._topic:
             if now < self._heard_at + SILENT_S:
-                return Order.FOREIGN
-            order = Order.RESTART
+                return KvOrder.FOREIGN
+            order = KvOrder.RESTART
         elif expected is None:
-            order = Order.FIRST
+            order = KvOrder.FIRST
         elif number == expected:
-            order = Order.NEXT
+            order = KvOrder.NEXT
         else:
-            order = Order.GAP if number > expected else Order.RESTART
+            order = KvOrder.GAP if number > expected else KvOrder.RESTART
         self._topic, self._heard_at, self.expected = topic, now, number + 1
         return order

@@ -3,7 +3,7 @@
 
 The rules:
 
-1. A signal that no spec finds is *missing*: it is named in `Reading.missing` and never 0, and the others still count. A
+1. A signal that no spec finds is *missing*: named in `PageReading.missing` and never 0, and the others still count. A
    page on which every signal is missing is a failed scrape: there is no new `LoadMetrics`, and the old one ages.
 2. A series matches if it has all wanted labels with those values; more labels are allowed. Names match exactly.
 3. Of several series, those with a `priority` other than "" are parts of the total and left out; of those with
@@ -44,7 +44,7 @@ _TOTALS = ("deferred", "kv_tokens", "slots", "awake")
 STARTED = "process_start_time_seconds"
 """Prometheus' convention for client libraries."""
 MAX_LORA = "max_lora"
-"""Named in `Reading.missing` if adapters are reported, but not how many fit."""
+"""Named in `PageReading.missing` if adapters are reported, but not how many fit."""
 _FACTS = frozenset({"block_size_tokens", "kv_blocks", "kv_tokens", "slots"})
 _DIVIDING = frozenset({"dp_rank", "data_parallel_rank"})
 MAX_SHARED = 128
@@ -63,7 +63,7 @@ class Value(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class PageReading:
     """The result of reading one page."""
 
     metrics: LoadMetrics | None
@@ -94,7 +94,7 @@ class PageReader:
         self.is_single = False
         """The last page is from one process with one rank. Several processes cannot report when they started."""
 
-    def read(self, page: bytes, *, scraped_at: float, wall_time: float) -> Reading:
+    def read(self, page: bytes, *, scraped_at: float, wall_time: float) -> PageReading:
         """Read a page. Never raises.
 
         `scraped_at`: when the page was requested. `wall_time`: now, in seconds since the epoch.
@@ -104,7 +104,7 @@ class PageReader:
         if reading.metrics is None:
             return reading
         ranks = self._read_ranks(samples, scraped_at, wall_time)
-        return Reading(reading.metrics, reading.missing, ranks) if ranks else reading
+        return PageReading(reading.metrics, reading.missing, ranks) if ranks else reading
 
     def _read_ranks(self, samples: Samples, scraped_at: float, wall_time: float) -> tuple[LoadMetrics, ...]:
         name = self._table.rank_label
@@ -121,14 +121,14 @@ class PageReader:
             read.append(reader._read(own, scraped_at, wall_time).metrics or LoadMetrics(scraped_at=scraped_at))
         return tuple(read)
 
-    def _read(self, samples: Samples, scraped_at: float, wall_time: float) -> Reading:
+    def _read(self, samples: Samples, scraped_at: float, wall_time: float) -> PageReading:
         values = _signals(self._table, samples)
         lora = _lora(self._table.lora, samples, wall_time)
         missing = [name for name in SIGNALS if getattr(self._table, name) and values[name] is None]
         if lora is not None and lora.max_lora is None:
             missing.append(MAX_LORA)
         if all(value is None for value in values.values()):
-            return Reading(None, tuple(missing))
+            return PageReading(None, tuple(missing))
         started_at = _started_at(samples)
         self.is_single = started_at is not None and _count(self._table.running, samples) <= 1
         if started_at is not None and started_at != self._started_at:
@@ -156,7 +156,7 @@ class PageReader:
             lora=lora,
             started_at=started_at,
         )
-        return Reading(metrics, tuple(missing))
+        return PageReading(metrics, tuple(missing))
 
     def _kept_value(self, name: str, now: float) -> float | None:
         value, shown_at = self._kept.get(name, (None, now))

@@ -49,11 +49,11 @@ class BatchError(Exception):
     """Bytes that are no batch of this version. The text says why, without any of them."""
 
 
-class Event(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=True):
+class ReplicaEvent(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=True):
     """What all events are."""
 
 
-class Placed(Event, tag=1):
+class RequestPlaced(ReplicaEvent, tag=1):
     """A request was placed."""
 
     number: Count
@@ -77,14 +77,14 @@ class Placed(Event, tag=1):
     """What is told of the use of its flow and its endpoint includes it, as after a reset."""
 
 
-class Began(Event, tag=2):
+class Began(ReplicaEvent, tag=2):
     """The first byte of its response came."""
 
     number: Count
     age_ms: Ms
 
 
-class Ended(Event, tag=3):
+class RequestEnded(ReplicaEvent, tag=3):
     """The request ended."""
 
     number: Count
@@ -98,7 +98,7 @@ class Ended(Event, tag=3):
     """What it used of limits."""
 
 
-class Stored(Event, tag=4):
+class ResponseStored(ReplicaEvent, tag=4):
     """An endpoint stores a response, and clients may ask for it."""
 
     response_id: Name
@@ -107,7 +107,7 @@ class Stored(Event, tag=4):
     keys: Keys
 
 
-class Used(Event, tag=5):
+class Used(ReplicaEvent, tag=5):
     """What is used of an endpoint's limits per time, requests of others included. Told after a reset."""
 
     endpoint: Annotated[int, Meta(ge=0, le=MAX_EVENTS)]
@@ -131,7 +131,7 @@ class FlowUse(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=T
     used_tokens: Amount
 
 
-AnyEvent: TypeAlias = Placed | Began | Ended | Stored | Used
+AnyEvent: TypeAlias = RequestPlaced | Began | RequestEnded | ResponseStored | Used
 
 
 class Batch(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=True):
@@ -180,7 +180,7 @@ def decode(data: bytes) -> Batch:
         raise BatchError("a batch is malformed") from None
     for event in batch.events:
         match event:
-            case Placed(endpoint=endpoint, keys=keys) | Stored(endpoint=endpoint, keys=keys):
+            case RequestPlaced(endpoint=endpoint, keys=keys) | ResponseStored(endpoint=endpoint, keys=keys):
                 if endpoint >= len(batch.urls) or len(keys) % KEY_BYTES:
                     raise BatchError("a batch is malformed")
             case Used(endpoint=endpoint) if endpoint >= len(batch.urls):

@@ -26,10 +26,10 @@ from lbproxy.core.replicas.batches import (
     AnyEvent,
     Batch,
     Began,
-    Ended,
     FlowUse,
-    Placed,
-    Stored,
+    RequestEnded,
+    RequestPlaced,
+    ResponseStored,
     Used,
     pack_keys,
 )
@@ -246,7 +246,7 @@ class _Writer:
         return name
 
     def note(self, note: Note, *, counted: bool = False) -> None:
-        """Add an event. `counted`: see `Placed`."""
+        """Add an event. `counted`: see `RequestPlaced`."""
         kind, ticket, at, usage, completed, used = note
         number, age_ms = ticket.shared_number, min(MAX_AGE_MS, max(0.0, 1000.0 * (self._now - at)))
         if kind == _PLACED:
@@ -256,11 +256,11 @@ class _Writer:
         else:
             told = None if usage is None else (_count(usage[0]), _count(usage[1]), _count(usage[2]))
             tokens = _bounded(ticket.response_tokens)
-            self.events.append(Ended(number, age_ms, completed, tokens, told, _amount(max(0.0, used))))
+            self.events.append(RequestEnded(number, age_ms, completed, tokens, told, _amount(max(0.0, used))))
 
-    def _placed(self, ticket: Ticket, number: int, age_ms: float, counted: bool) -> Placed:
+    def _placed(self, ticket: Ticket, number: int, age_ms: float, counted: bool) -> RequestPlaced:
         request = ticket.request
-        return Placed(
+        return RequestPlaced(
             number,
             self._url(ticket.placed_state.endpoint.key),
             age_ms,
@@ -291,4 +291,6 @@ class _Writer:
         """Add a stored response."""
         if len(response_id) <= MAX_NAME_CHARS:
             keys = self._pack(stored.block_keys)
-            self.events.append(Stored(self._name(response_id), self._url(url), _bounded(stored.prompt_bytes), keys))
+            self.events.append(
+                ResponseStored(self._name(response_id), self._url(url), _bounded(stored.prompt_bytes), keys)
+            )

@@ -10,7 +10,7 @@ reset. Until that comes its events are applied all the same, as most of them are
 requests that are known: when it is complete, those that it did not contain are closed. A replica that is not heard of
 any more is taken out by `lose`, with everything that it had in flight; what caches contain because of it stays.
 
-What counts for limits is what the replica says that a request used (`Ended.tokens`), so that all count the same.
+What counts for limits is what the replica says that a request used (`RequestEnded.tokens`), so that all count the same.
 
 A request that is told long after its placement counts from now on, and its first byte teaches nothing about speed.
 
@@ -30,7 +30,17 @@ from lbproxy.core.queue.flow import Flow
 from lbproxy.core.queue.flows import Flows
 from lbproxy.core.queue.stored_responses import StoredResponses
 from lbproxy.core.queue.ticket import Ticket, TicketState
-from lbproxy.core.replicas.batches import MAX_FLOWS, Batch, Began, Ended, FlowUse, Placed, Stored, Used, unpack_keys
+from lbproxy.core.replicas.batches import (
+    MAX_FLOWS,
+    Batch,
+    Began,
+    FlowUse,
+    RequestEnded,
+    RequestPlaced,
+    ResponseStored,
+    Used,
+    unpack_keys,
+)
 from lbproxy.core.replicas.journal import Journal
 from lbproxy.core.requests.request import DECODE, WHOLE, InferenceRequest, Usage
 
@@ -169,13 +179,13 @@ class Peers:
     def _apply(self, peer: _Peer, batch: Batch, now: float) -> None:
         keyed = batch.block_bytes == self._journal.block_bytes
         for event in batch.events:
-            if isinstance(event, Placed):
+            if isinstance(event, RequestPlaced):
                 ticket = self._placed(peer, event, batch.urls[event.endpoint], now, keyed=keyed)
                 if ticket is not None:
                     ticket.counted = event.counted
                     self._limits.placed(ticket, now)
                     self._flows.placed(ticket, now)
-            elif isinstance(event, Stored):
+            elif isinstance(event, ResponseStored):
                 self._note_stored(event, batch.urls[event.endpoint], now, keyed=keyed)
             elif isinstance(event, Began):
                 self._began(peer, event, now)
@@ -189,7 +199,7 @@ class Peers:
         for name, use in batch.flows.items():
             self._use(peer, name, use, now, joins=batch.is_reset)
 
-    def _placed(self, peer: _Peer, one: Placed, url: str, now: float, *, keyed: bool) -> Ticket | None:
+    def _placed(self, peer: _Peer, one: RequestPlaced, url: str, now: float, *, keyed: bool) -> Ticket | None:
         """Returns its ticket, if that is new."""
         known = peer.unconfirmed.pop(one.number, None)
         if known is not None:
@@ -244,7 +254,7 @@ class Peers:
             placement.placed_at = ticket.placed_at or now
         self._wake(state)
 
-    def _ended(self, peer: _Peer, one: Ended, now: float) -> None:
+    def _ended(self, peer: _Peer, one: RequestEnded, now: float) -> None:
         ticket = peer.tickets.pop(one.number, None)
         if ticket is None and (ticket := peer.unconfirmed.pop(one.number, None)) is not None:
             self._confirmed(ticket, now)
@@ -283,7 +293,7 @@ class Peers:
             day = Spent(now - one.day_age_ms / 1000.0, tuple(one.day))
             state.allowance.used_elsewhere(Use(now, one.requests, one.tokens, day), now)
 
-    def _note_stored(self, one: Stored, url: str, now: float, *, keyed: bool) -> None:
+    def _note_stored(self, one: ResponseStored, url: str, now: float, *, keyed: bool) -> None:
         state = self._endpoints.by_key.get(url)
         if state is not None and self._stored.find(one.response_id, now=now) is None:
             keys = unpack_keys(one.keys) if keyed else ()

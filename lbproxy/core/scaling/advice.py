@@ -64,7 +64,7 @@ class ModelScaling(NamedTuple):
     """Share of the endpoints' capacity that is left, 0..1; None: as above."""
 
 
-class _Group:
+class _ModelGroup:
     """Models on the same endpoints."""
 
     def __init__(self) -> None:
@@ -106,9 +106,9 @@ class Advice:
         self._looks = 0
         self._version = -1
         """Of the lists by which groups were made."""
-        self._groups: dict[str, _Group] = {}
+        self._groups: dict[str, _ModelGroup] = {}
         """By model: the models of a group have the same."""
-        self._order: list[_Group] = []
+        self._order: list[_ModelGroup] = []
         """Each group once."""
         self._step = 1
         """In so many looks each is looked at."""
@@ -157,10 +157,10 @@ class Advice:
         before = self._order
         for group in before:
             group.states = ()
-        order: dict[_Group, None] = {}
+        order: dict[_ModelGroup, None] = {}
         for names, base, states in _sets([one for one in members if one.models and one.endpoint.tier == 1]):
             self.demand.know(sorted(names))
-            group = next((self._groups[name] for name in sorted(names) if name in self._groups), None) or _Group()
+            group = next((self._groups[name] for name in sorted(names) if name in self._groups), None) or _ModelGroup()
             group.models, group.base, group.states, group.listed_at = names, base, states, now
             counted = {name: group for name in names if name in self.demand.models}
             self._groups |= counted
@@ -176,7 +176,9 @@ class Advice:
                 del self._groups[name], self.demand.models[name]
         self._found = {name: one for name, one in self._found.items() if name in self._groups}
 
-    def _look_at(self, group: _Group, queued: Mapping[str, int], now: float, *, learns: bool) -> list[ModelScaling]:
+    def _look_at(
+        self, group: _ModelGroup, queued: Mapping[str, int], now: float, *, learns: bool
+    ) -> list[ModelScaling]:
         """One group; its models that are no adapters."""
         for_s, streamed = group.look(now)
         usable = [state for state in group.states if _takes_requests(state)]
@@ -202,7 +204,7 @@ class Advice:
             if model in self.demand.models
         ]
 
-    def _recommend(self, group: _Group, count: int, waiting: int, now: float) -> tuple[int, bool]:
+    def _recommend(self, group: _ModelGroup, count: int, waiting: int, now: float) -> tuple[int, bool]:
         """How many, and whether that is computed."""
         readings, window_s = group.readings, self._window_s
         load = readings.load(waiting)

@@ -51,7 +51,7 @@ class Capacity(NamedTuple):
     """Requests; infinite: not known."""
 
 
-class Use(NamedTuple):
+class EndpointUse(NamedTuple):
     """What one of `n` endpoints is used for under a load. Shares may exceed 1: then the load is too much."""
 
     prefill: float
@@ -64,7 +64,7 @@ class Use(NamedTuple):
     """Share of `max_running`."""
 
 
-def use_of(load: Load, capacity: Capacity, endpoints: float) -> Use:
+def use_of(load: Load, capacity: Capacity, endpoints: float) -> EndpointUse:
     """How much of each of these endpoints the load uses."""
     rate = load.rate / endpoints
     prefill = rate * load.work * capacity.prefill_s
@@ -74,7 +74,7 @@ def use_of(load: Load, capacity: Capacity, endpoints: float) -> Use:
     running = inf
     if decode < 1.0:
         running = tokens * capacity.step_s / (free * (1.0 - decode)) + rate * capacity.other_s
-    return Use(prefill, decode, running, running / capacity.max_running if running < inf else inf)
+    return EndpointUse(prefill, decode, running, running / capacity.max_running if running < inf else inf)
 
 
 def wait_p95_s(load: Load, capacity: Capacity, endpoints: float) -> float:

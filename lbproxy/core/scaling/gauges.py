@@ -17,7 +17,7 @@ MIN_PREFILLS: Final = 20
 """Samples of the time to prefill a token, for each endpoint, before it counts."""
 
 
-class Gauges(NamedTuple):
+class MeanGauges(NamedTuple):
     """What a group's endpoints that take requests have, each on average; `endpoints` of them."""
 
     endpoints: int
@@ -37,7 +37,7 @@ class Gauges(NamedTuple):
     """For a token; None: not known."""
 
 
-def gauges_of(usable: Sequence[EndpointState], endpoints: int, now: float) -> Gauges | None:
+def gauges_of(usable: Sequence[EndpointState], endpoints: int, now: float) -> MeanGauges | None:
     """Of a sample of `endpoints` that take requests; None if there are none, or if they share the work of one
     request.
     """
@@ -51,7 +51,7 @@ def gauges_of(usable: Sequence[EndpointState], endpoints: int, now: float) -> Ga
     speeds = [state.load.speed.token_ms / 1000.0 for state in usable]
     pool = usable[0].load.pool
     is_learned = pool.samples.prefill_ms_per_token >= MIN_PREFILLS * pool.index.members
-    return Gauges(
+    return MeanGauges(
         endpoints,
         sum(running) / count,
         sum(state.in_flight for state in usable) / count,

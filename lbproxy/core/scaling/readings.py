@@ -12,7 +12,7 @@ from typing import Final
 
 from lbproxy.core.knowledge.speed import MANY_TOKENS
 from lbproxy.core.scaling.capacity import Capacity, Load
-from lbproxy.core.scaling.gauges import Gauges
+from lbproxy.core.scaling.gauges import MeanGauges
 from lbproxy.core.scaling.offered import QUICK_S, Counts, Offered, growth
 from lbproxy.core.scaling.steps import Steps
 from lbproxy.core.scaling.trends import Least, Mean
@@ -52,7 +52,7 @@ class Readings:
         self._limits = (inf, inf)
         """The last known: requests, tokens."""
 
-    def look(self, counts: Counts, streamed: int, gauges: Gauges | None, for_s: float) -> None:
+    def look(self, counts: Counts, streamed: int, gauges: MeanGauges | None, for_s: float) -> None:
         """Note the counts, how many tokens streamed since the last time, and how the endpoints are; None: none takes
         requests.
         """

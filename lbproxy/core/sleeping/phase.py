@@ -35,7 +35,7 @@ class Phase(Enum):
     """The webhook was called."""
 
 
-class Event(Enum):
+class SleepEvent(Enum):
     """What changes a phase."""
 
     SAID_AWAKE = "said awake"
@@ -62,30 +62,32 @@ class Event(Enum):
     """It is reachable again."""
 
 
-TABLE: dict[tuple[Phase, Event], Phase] = {
-    (Phase.UNKNOWN, Event.SAID_AWAKE): Phase.AWAKE,
-    (Phase.UNKNOWN, Event.SAID_ASLEEP): Phase.ASLEEP,
-    (Phase.UNKNOWN, Event.SAID_NOTHING): Phase.AWAKE,
-    (Phase.AWAKE, Event.SAID_ASLEEP): Phase.ASLEEP,
-    (Phase.AWAKE, Event.SLEEP): Phase.DRAINING,
-    (Phase.DRAINING, Event.KEEP): Phase.AWAKE,
-    (Phase.DRAINING, Event.DRAINED): Phase.FALLING_ASLEEP,
-    (Phase.DRAINING, Event.SAID_ASLEEP): Phase.ASLEEP,
-    (Phase.FALLING_ASLEEP, Event.SLEPT): Phase.ASLEEP,
-    (Phase.FALLING_ASLEEP, Event.SLEEP_FAILED): Phase.UNKNOWN,
-    (Phase.ASLEEP, Event.SAID_AWAKE): Phase.AWAKE,
-    (Phase.ASLEEP, Event.WAKE): Phase.WAKING,
-    (Phase.WAKING, Event.WOKE): Phase.AWAKE,
-    (Phase.WAKING, Event.SAID_AWAKE): Phase.AWAKE,
-    (Phase.WAKING, Event.WAKE_FAILED): Phase.ASLEEP,
-    (Phase.OFF, Event.START): Phase.STARTING,
-    (Phase.OFF, Event.CAME_UP): Phase.UNKNOWN,
-    (Phase.STARTING, Event.START_FAILED): Phase.OFF,
-    (Phase.STARTING, Event.CAME_UP): Phase.UNKNOWN,
+TABLE: dict[tuple[Phase, SleepEvent], Phase] = {
+    (Phase.UNKNOWN, SleepEvent.SAID_AWAKE): Phase.AWAKE,
+    (Phase.UNKNOWN, SleepEvent.SAID_ASLEEP): Phase.ASLEEP,
+    (Phase.UNKNOWN, SleepEvent.SAID_NOTHING): Phase.AWAKE,
+    (Phase.AWAKE, SleepEvent.SAID_ASLEEP): Phase.ASLEEP,
+    (Phase.AWAKE, SleepEvent.SLEEP): Phase.DRAINING,
+    (Phase.DRAINING, SleepEvent.KEEP): Phase.AWAKE,
+    (Phase.DRAINING, SleepEvent.DRAINED): Phase.FALLING_ASLEEP,
+    (Phase.DRAINING, SleepEvent.SAID_ASLEEP): Phase.ASLEEP,
+    (Phase.FALLING_ASLEEP, SleepEvent.SLEPT): Phase.ASLEEP,
+    (Phase.FALLING_ASLEEP, SleepEvent.SLEEP_FAILED): Phase.UNKNOWN,
+    (Phase.ASLEEP, SleepEvent.SAID_AWAKE): Phase.AWAKE,
+    (Phase.ASLEEP, SleepEvent.WAKE): Phase.WAKING,
+    (Phase.WAKING, SleepEvent.WOKE): Phase.AWAKE,
+    (Phase.WAKING, SleepEvent.SAID_AWAKE): Phase.AWAKE,
+    (Phase.WAKING, SleepEvent.WAKE_FAILED): Phase.ASLEEP,
+    (Phase.OFF, SleepEvent.START): Phase.STARTING,
+    (Phase.OFF, SleepEvent.CAME_UP): Phase.UNKNOWN,
+    (Phase.STARTING, SleepEvent.START_FAILED): Phase.OFF,
+    (Phase.STARTING, SleepEvent.CAME_UP): Phase.UNKNOWN,
     **{
-        (phase, Event.GONE): Phase.UNKNOWN for phase in Phase if phase not in {Phase.UNKNOWN, Phase.OFF, Phase.STARTING}
+        (phase, SleepEvent.GONE): Phase.UNKNOWN
+        for phase in Phase
+        if phase not in {Phase.UNKNOWN, Phase.OFF, Phase.STARTING}
     },
-    **{(phase, Event.GONE_STARTABLE): Phase.OFF for phase in Phase if phase not in {Phase.OFF, Phase.STARTING}},
+    **{(phase, SleepEvent.GONE_STARTABLE): Phase.OFF for phase in Phase if phase not in {Phase.OFF, Phase.STARTING}},
 }
 """The next phase for each event; events that are missing here change nothing."""
 
@@ -102,6 +104,6 @@ class SleepTransition(NamedTuple):
     """How long the phase before lasted."""
 
 
-def next_phase(phase: Phase, event: Event) -> Phase:
+def next_phase(phase: Phase, event: SleepEvent) -> Phase:
     """The phase after an event; the same one if the event changes nothing."""
     return TABLE.get((phase, event), phase)

@@ -55,7 +55,7 @@ class Forecast:
         return sorted(self._times)[len(self._times) // 2] if self._times else None
 
 
-class Server:
+class SleepServer:
     """One model server. Owned by `core.sleeping.sleepers`."""
 
     def __init__(self, states: Sequence[EndpointState], spec: SleepSpec, now: float) -> None:

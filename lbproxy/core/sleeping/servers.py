@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The servers that may sleep and their hosts: who could meet a need, who has a place, when one will be awake.
 
-It is the owner of every `Server`, and the only one that moves it from phase to phase (`move`). It decides nothing.
+It is the owner of every `SleepServer`, and the only one that moves it from phase to phase (`move`). It decides nothing.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from lbproxy.core.endpoints.endpoint_set import EndpointSet
 from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.saved.pieces import Durations
 from lbproxy.core.sleeping.demand import Need
-from lbproxy.core.sleeping.phase import Event, Phase, SleepTransition, next_phase
-from lbproxy.core.sleeping.server import HELD, Server
+from lbproxy.core.sleeping.phase import Phase, SleepEvent, SleepTransition, next_phase
+from lbproxy.core.sleeping.server import HELD, SleepServer
 
 LEAVING: Final = frozenset({Phase.DRAINING, Phase.FALLING_ASLEEP})
 RISING: Final = frozenset({Phase.WAKING, Phase.STARTING})
@@ -37,13 +37,13 @@ class Servers:
         """Since they were last cleared."""
         self.hosts: Mapping[str, HostSettings] = {}
         self._endpoints, self._changed = endpoints, changed
-        self._by_url: dict[str, Server] = {}
-        self._by_host: dict[str, list[Server]] = {}
-        self._by_model: dict[str, list[Server]] = {}
+        self._by_url: dict[str, SleepServer] = {}
+        self._by_host: dict[str, list[SleepServer]] = {}
+        self._by_model: dict[str, list[SleepServer]] = {}
         """Those that list a model; and those that list none, which may serve all, under the empty name."""
         self._lists_version = -1
         """For which `_by_model` is valid."""
-        self.moving: dict[str, Server] = {}
+        self.moving: dict[str, SleepServer] = {}
         """By URL, those that are on their way from one phase to another, or that an operator wants to be."""
         self._absent: dict[str, Durations] = {}
         """By URL, of servers that are not there: they may come back, or be found later."""
@@ -51,7 +51,7 @@ class Servers:
     def __len__(self) -> int:
         return len(self._by_url)
 
-    def __iter__(self) -> Iterator[Server]:
+    def __iter__(self) -> Iterator[SleepServer]:
         """In the order of the settings."""
         return iter(self._by_url.values())
 
@@ -69,7 +69,7 @@ class Servers:
             assert spec is not None
             server = before.get(url)
             if server is None:
-                server = Server(states, spec, now)
+                server = SleepServer(states, spec, now)
                 server.restore(self._absent.pop(url, Durations()))
             server.states, server.spec = states, spec
             self._by_url[url] = server
@@ -96,24 +96,24 @@ class Servers:
         for url in list(islice(self._absent, max(0, len(self._absent) - MAX_ABSENT))):
             del self._absent[url]
 
-    def find(self, uid: EndpointUid) -> Server | None:
+    def find(self, uid: EndpointUid) -> SleepServer | None:
         """The server of an endpoint; None if it left the set or does not sleep."""
         state = self._endpoints.get(uid)
         return None if state is None else self._by_url.get(state.endpoint.base_url)
 
-    def at(self, url: str) -> Server | None:
+    def at(self, url: str) -> SleepServer | None:
         """The server at a URL; None if it left, or does not sleep."""
         return self._by_url.get(url)
 
-    def able(self, need: Need) -> list[Server]:
+    def able(self, need: Need) -> list[SleepServer]:
         """The servers that could meet a need."""
         if need.uid is not None:
             one = self.find(need.uid)
             return [] if one is None or (one.is_drained_by_operator and one.by_hand is None) else [one]
-        able: Iterable[Server] = self if need.model is None else self._listing(need.model)
+        able: Iterable[SleepServer] = self if need.model is None else self._listing(need.model)
         return [one for one in able if not one.is_drained_by_operator and one.uid not in need.avoid]
 
-    def _listing(self, model: str) -> list[Server]:
+    def _listing(self, model: str) -> list[SleepServer]:
         """The servers that list a model, or none at all, in the order of the settings."""
         if self._lists_version != self._endpoints.lists_version:
             self._lists_version = self._endpoints.lists_version
@@ -129,24 +129,24 @@ class Servers:
 
     # Hosts
 
-    def beside(self, server: Server) -> list[Server]:
+    def beside(self, server: SleepServer) -> list[SleepServer]:
         """The others that share its GPUs."""
         host = server.spec.host
         if host is None:
             return []
         return [one for one in self._by_host[host] if one is not server]
 
-    def host_of(self, server: Server) -> HostSettings:
+    def host_of(self, server: SleepServer) -> HostSettings:
         """The settings of its host."""
         return self.hosts.get(server.spec.host or "", _DEFAULT)
 
-    def has_place(self, server: Server) -> bool:
+    def has_place(self, server: SleepServer) -> bool:
         """Whether it may be awake beside those of its host that may have the memory of a GPU."""
         if server.spec.host is None:
             return True
         return sum(one.has_memory for one in self.beside(server)) < self.host_of(server).awake
 
-    def having_place(self, servers: Iterable[Server]) -> set[str]:
+    def having_place(self, servers: Iterable[SleepServer]) -> set[str]:
         """Of servers that are not awake, those that have a place: their URLs."""
         found: set[str] = set()
         memory: dict[str, int] = {}
@@ -163,7 +163,7 @@ class Servers:
 
     # Predictions
 
-    def awake_in_s(self, server: Server, now: float) -> float | None:
+    def awake_in_s(self, server: SleepServer, now: float) -> float | None:
         """In how many seconds it is awake, if it is woken as soon as possible; None: not known."""
         starts = server.phase in {Phase.OFF, Phase.STARTING}
         takes_s = server.starts.seconds if starts else server.wakes.seconds
@@ -175,7 +175,7 @@ class Servers:
             takes_s += server.sleeps.seconds or 0.0
         return max(0.0, server.retry_at - now) + self._place_in_s(server, now) + takes_s
 
-    def _place_in_s(self, server: Server, now: float) -> float:
+    def _place_in_s(self, server: SleepServer, now: float) -> float:
         """When its host has a place, as far as known."""
         if self.has_place(server):
             return 0.0
@@ -189,14 +189,14 @@ class Servers:
 
     # The state machine
 
-    def note(self, server: Server) -> None:
+    def note(self, server: SleepServer) -> None:
         """Note that its phase changed, or what an operator wants of it."""
         if server.phase in STEADY and server.by_hand is None:
             self.moving.pop(server.url, None)
         else:
             self.moving[server.url] = server
 
-    def move(self, server: Server, event: Event, reason: str, now: float) -> None:
+    def move(self, server: SleepServer, event: SleepEvent, reason: str, now: float) -> None:
         """Apply an event, with all consequences; nothing if it does not change the phase."""
         before = server.phase
         after = next_phase(before, event)
@@ -206,7 +206,7 @@ class Servers:
         server.phase, server.since, server.idle_since = after, now, now
         if after in HELD:
             server.occupies = True
-        elif after is Phase.ASLEEP and event is not Event.WAKE_FAILED:
+        elif after is Phase.ASLEEP and event is not SleepEvent.WAKE_FAILED:
             server.occupies = False
         if after is Phase.AWAKE:
             for state in server.states:
@@ -214,7 +214,7 @@ class Servers:
         if after is Phase.AWAKE and before is Phase.WAKING:
             server.wakes.add(lasted_s)
             server.succeeded()
-        elif event is Event.SLEPT:
+        elif event is SleepEvent.SLEPT:
             server.sleeps.add(lasted_s)
             server.succeeded()
         if after is Phase.ASLEEP and self._endpoints.has_loads:
@@ -226,7 +226,7 @@ class Servers:
         self._show(server)
         self.transitions.append(SleepTransition(server.name, before, after, reason, lasted_s))
 
-    def _show(self, server: Server) -> None:
+    def _show(self, server: SleepServer) -> None:
         word = "" if server.phase is Phase.AWAKE else server.phase.value
         for state in server.states:
             self._mark(state, word)

@@ -35,8 +35,8 @@ from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.core.saved.pieces import Durations
 from lbproxy.core.sleeping.demand import Need, is_served, read_needs
-from lbproxy.core.sleeping.phase import Event, Phase, SleepTransition
-from lbproxy.core.sleeping.server import DOWN_FREE_S, Server
+from lbproxy.core.sleeping.phase import Phase, SleepEvent, SleepTransition
+from lbproxy.core.sleeping.server import DOWN_FREE_S, SleepServer
 from lbproxy.core.sleeping.servers import LEAVING, RISING, Servers
 
 DRAIN_S: Final = 120.0
@@ -110,7 +110,7 @@ class Sleepers:
         self._looks = 0
         self._looked: set[str] = set()
         """By URL, in the last decision."""
-        self._stranded: dict[str, Server] = {}
+        self._stranded: dict[str, SleepServer] = {}
         """By URL, those with requests that only a wake would end."""
         self._refused: dict[str | None, float] = {}
         """When a request for a model was last refused, or overflowed, because a wake takes too long."""
@@ -149,13 +149,13 @@ class Sleepers:
         if server is None or asked_at < server.since:
             return
         if asleep is None:
-            self._servers.move(server, Event.SAID_NOTHING, "it does not say whether it sleeps", now)
+            self._servers.move(server, SleepEvent.SAID_NOTHING, "it does not say whether it sleeps", now)
         elif asleep:
             if server.phase is Phase.ASLEEP:
                 server.occupies = False
-            self._servers.move(server, Event.SAID_ASLEEP, "it says so", now)
+            self._servers.move(server, SleepEvent.SAID_ASLEEP, "it says so", now)
         else:
-            self._servers.move(server, Event.SAID_AWAKE, "it says so", now)
+            self._servers.move(server, SleepEvent.SAID_AWAKE, "it says so", now)
 
     def ended(self, url: str, task: Task, problem: str | None, *, now: float) -> None:
         """A driver has carried out an order; `problem`: why it failed. A start ends with the webhook's response."""
@@ -166,13 +166,13 @@ class Sleepers:
         if problem is not None:
             server.failed(now)
         if task is Task.WAKE:
-            event = Event.WOKE if problem is None else Event.WAKE_FAILED
+            event = SleepEvent.WOKE if problem is None else SleepEvent.WAKE_FAILED
         elif task is Task.SLEEP:
-            event = Event.SLEPT if problem is None else Event.SLEEP_FAILED
+            event = SleepEvent.SLEPT if problem is None else SleepEvent.SLEEP_FAILED
         elif problem is None:
             return
         else:
-            event = Event.START_FAILED
+            event = SleepEvent.START_FAILED
         self._servers.move(server, event, problem or "done", now)
 
     def ask(self, uid: EndpointUid, task: Task, *, now: float) -> str | None:
@@ -186,7 +186,7 @@ class Sleepers:
         server.retry_at = now
         if not wants_sleep and server.phase is Phase.DRAINING:
             server.by_hand = None
-            self._servers.move(server, Event.KEEP, "an operator wants it", now)
+            self._servers.move(server, SleepEvent.KEEP, "an operator wants it", now)
         elif server.phase is not (Phase.ASLEEP if wants_sleep else Phase.AWAKE):
             server.by_hand = task.value
         self._servers.note(server)
@@ -204,7 +204,7 @@ class Sleepers:
         self._keep_those_not_in_the_way(needs, now)
         for server in list(self._servers.moving.values()):
             if server.by_hand == Task.SLEEP.value and server.phase is Phase.AWAKE and not self.is_closing:
-                self._servers.move(server, Event.SLEEP, "an operator wants it", now)
+                self._servers.move(server, SleepEvent.SLEEP, "an operator wants it", now)
             self._put_to_sleep(server, orders, now)
         for need in needs:
             self._meet(need, orders, now)
@@ -216,7 +216,7 @@ class Sleepers:
                     self._let_idle_sleep(server, orders, now)
         return orders
 
-    def _look(self, now: float) -> list[Server]:
+    def _look(self, now: float) -> list[SleepServer]:
         """Look at the servers that are on their way, and of the others at about `LOOKED_AT`, each time others. Returns
         those.
         """
@@ -233,7 +233,7 @@ class Sleepers:
                 self._stranded[server.url] = server
         return looked
 
-    def _follow_health(self, server: Server, now: float) -> None:
+    def _follow_health(self, server: SleepServer, now: float) -> None:
         move, phase = self._servers.move, server.phase
         if not server.is_reachable:
             server.unreachable_at = now
@@ -244,22 +244,24 @@ class Sleepers:
             server.starts.add(now - server.since)
             server.succeeded()
         if phase in {Phase.OFF, Phase.STARTING}:
-            move(server, Event.CAME_UP, "its probes pass", now)
+            move(server, SleepEvent.CAME_UP, "its probes pass", now)
         if server.phase is Phase.UNKNOWN:
             server.occupies = True
             if not server.spec.wake:
-                move(server, Event.SAID_AWAKE, "its probes pass", now)
+                move(server, SleepEvent.SAID_AWAKE, "its probes pass", now)
             elif now - max(server.since, server.unreachable_at) > UNKNOWN_S:
-                move(server, Event.SAID_NOTHING, "it does not say whether it sleeps", now)
+                move(server, SleepEvent.SAID_NOTHING, "it does not say whether it sleeps", now)
 
-    def _follow_down(self, server: Server, now: float) -> None:
+    def _follow_down(self, server: SleepServer, now: float) -> None:
         cold_start = server.spec.cold_start
         if server.phase is Phase.STARTING:
             if cold_start is None or now - server.since > cold_start.timeout_s:
                 server.failed(now)
-                self._servers.move(server, Event.START_FAILED, "it did not come up in time", now)
+                self._servers.move(server, SleepEvent.START_FAILED, "it did not come up in time", now)
             return
-        self._servers.move(server, Event.GONE if cold_start is None else Event.GONE_STARTABLE, "it is down", now)
+        self._servers.move(
+            server, SleepEvent.GONE if cold_start is None else SleepEvent.GONE_STARTABLE, "it is down", now
+        )
         if server.has_refused or now - server.since > DOWN_FREE_S:
             server.occupies = False
 
@@ -296,20 +298,22 @@ class Sleepers:
         }
         for server in draining:
             if server.spec.host not in hosts or self.is_closing:
-                self._servers.move(server, Event.KEEP, "nothing waits for another server of its host any more", now)
+                self._servers.move(
+                    server, SleepEvent.KEEP, "nothing waits for another server of its host any more", now
+                )
 
-    def _put_to_sleep(self, server: Server, orders: list[Order], now: float) -> None:
+    def _put_to_sleep(self, server: SleepServer, orders: list[Order], now: float) -> None:
         """Let a server that drains fall asleep, if it has drained."""
         if server.phase is Phase.DRAINING and not server.calling:
             left = server.in_flight
             if not left or now - server.since > DRAIN_S:
                 reason = "it has no requests" if not left else f"it still has {left} requests after {DRAIN_S:.0f} s"
-                self._servers.move(server, Event.DRAINED, reason, now)
+                self._servers.move(server, SleepEvent.DRAINED, reason, now)
                 server.calling = True
                 orders.append(Order(Task.SLEEP, server.url, None, 0))
 
-    def _let_idle_sleep(self, server: Server, orders: list[Order], now: float) -> None:
-        self._servers.move(server, Event.SLEEP, f"it was idle for {now - server.idle_since:.0f} s", now)
+    def _let_idle_sleep(self, server: SleepServer, orders: list[Order], now: float) -> None:
+        self._servers.move(server, SleepEvent.SLEEP, f"it was idle for {now - server.idle_since:.0f} s", now)
         self._put_to_sleep(server, orders, now)
 
     def _meet(self, need: Need, orders: list[Order], now: float) -> None:
@@ -331,15 +335,15 @@ class Sleepers:
                 if first_of_host[server.spec.host] is server and self._make_place(server, need, now):
                     return
 
-    def _raise(self, server: Server, need: Need, orders: list[Order], now: float) -> None:
+    def _raise(self, server: SleepServer, need: Need, orders: list[Order], now: float) -> None:
         starts = server.phase is Phase.OFF
         what = "a request waits" if need.waiting == 1 else f"{need.waiting} requests wait"
         reason = "an operator wants it" if server.by_hand is not None else f"{what} for {need.model or server.name}"
-        self._servers.move(server, Event.START if starts else Event.WAKE, reason, now)
+        self._servers.move(server, SleepEvent.START if starts else SleepEvent.WAKE, reason, now)
         server.calling = True
         orders.append(Order(Task.START if starts else Task.WAKE, server.url, need.model, need.waiting))
 
-    def _make_place(self, server: Server, need: Need, now: float) -> bool:
+    def _make_place(self, server: SleepServer, need: Need, now: float) -> bool:
         """Have another server of its host put to sleep. Returns whether a place will be free."""
         host = self._servers.host_of(server)
         others = [one for one in self._servers.beside(server) if one.has_memory]
@@ -360,7 +364,7 @@ class Sleepers:
         if not ready:
             return False
         victim = min(ready, key=lambda one: (not one.is_idle(now), one.idle_since, one.since))
-        self._servers.move(victim, Event.SLEEP, f"requests wait for {need.model or server.name} on its host", now)
+        self._servers.move(victim, SleepEvent.SLEEP, f"requests wait for {need.model or server.name} on its host", now)
         return True
 
     def may_wake(self, url: str) -> bool:
@@ -423,21 +427,21 @@ class Sleepers:
         return found
 
 
-def _need_of(server: Server, at: float) -> Need:
+def _need_of(server: SleepServer, at: float) -> Need:
     """What only one server can meet."""
     need = Need(None, server.uid, frozenset())
     need.add(at, 0.0)
     return need
 
 
-def _can_rise(server: Server, now: float) -> bool:
+def _can_rise(server: SleepServer, now: float) -> bool:
     """Whether a server can be woken or started now."""
     if server.retry_at > now or server.calling:
         return False
     return server.phase is Phase.OFF or (server.phase is Phase.ASLEEP and server.is_reachable)
 
 
-def _is_on_the_way(server: Server, now: float) -> bool:
+def _is_on_the_way(server: SleepServer, now: float) -> bool:
     """Whether a server will be awake soon without another order."""
     if server.phase is Phase.UNKNOWN:
         return server.is_reachable
@@ -448,7 +452,7 @@ def _is_on_the_way(server: Server, now: float) -> bool:
     return server.phase is Phase.STARTING
 
 
-def _wake_pays_s(able: Sequence[Server]) -> float:
+def _wake_pays_s(able: Sequence[SleepServer]) -> float:
     """The wait from which one more server is worth its wake."""
     known = [server.wakes.seconds for server in able if server.phase is Phase.ASLEEP]
     return max(SCALE_S, min((SCALE_UNKNOWN_S if one is None else one for one in known), default=SCALE_UNKNOWN_S))

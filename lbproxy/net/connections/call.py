@@ -11,7 +11,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.net.connections.h1 import PayloadWatcher, ResponseHead
-from lbproxy.net.connections.patience import Limits
+from lbproxy.net.connections.patience import ClockLimits
 from lbproxy.net.connections.pool import Connection, ConnectionPool
 from lbproxy.net.dialing.origin import Origin
 
@@ -34,7 +34,7 @@ class Call(PayloadWatcher):
     switches = False
 
     def __init__(
-        self, pool: ConnectionPool, origin: Origin, limits: Limits, max_bytes: int, done: Callable[[Result], None]
+        self, pool: ConnectionPool, origin: Origin, limits: ClockLimits, max_bytes: int, done: Callable[[Result], None]
     ) -> None:
         self._pool, self._origin, self._limits, self._done = pool, origin, limits, done
         self._left = max_bytes

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from lbproxy.core.endpoints.credentials import ApiKey
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.net.connections.h1 import PayloadWatcher, ResponseHead, request_head
-from lbproxy.net.connections.patience import Limits
+from lbproxy.net.connections.patience import ClockLimits
 from lbproxy.net.connections.pool import Connection, ConnectionPool
 from lbproxy.net.dialing.origin import Origin
 
@@ -61,7 +61,7 @@ async def _exchange(
     connection: Connection, method: str, head: bytes, body: bytes, timeout_s: float, max_bytes: int
 ) -> Response:
     collector = _Collector(connection, max_bytes)
-    connection.send(method, head, body, collector, Limits(timeout_s, timeout_s, timeout_s))
+    connection.send(method, head, body, collector, ClockLimits(timeout_s, timeout_s, timeout_s))
     try:
         result = await collector.result
     finally:

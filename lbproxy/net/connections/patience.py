@@ -28,7 +28,7 @@ from math import inf
 from typing import Final, NamedTuple
 
 
-class Limits(NamedTuple):
+class ClockLimits(NamedTuple):
     """The limits of an attempt's clocks, in seconds."""
 
     connect_s: float
@@ -36,7 +36,7 @@ class Limits(NamedTuple):
     silence_s: float
 
 
-NO_LIMITS: Final = Limits(inf, inf, inf)
+NO_LIMITS: Final = ClockLimits(inf, inf, inf)
 
 
 class Patience:
@@ -55,7 +55,7 @@ class Patience:
         self._left_s = inf
         """What is left of the clock while it is stopped, as the client does not read."""
 
-    def sent(self, limits: Limits, now: float) -> None:
+    def sent(self, limits: ClockLimits, now: float) -> None:
         """The request was sent."""
         self._limits = limits
         self.sent_at = now

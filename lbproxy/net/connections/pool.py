@@ -32,7 +32,7 @@ from lbproxy.driver.pulse import Pulse
 from lbproxy.net.connections.backlog import Backlog
 from lbproxy.net.connections.corked import Cork, Corked
 from lbproxy.net.connections.h1 import MAX_HEAD_BYTES, Framing, PayloadWatcher, ProtocolError, ResponseHead, parse_head
-from lbproxy.net.connections.patience import Limits, Patience
+from lbproxy.net.connections.patience import ClockLimits, Patience
 from lbproxy.net.connections.upload import Upload
 from lbproxy.net.dialing.dial import OUR_FAULT, open_socket, open_transport, reason
 from lbproxy.net.dialing.names import Names
@@ -132,7 +132,7 @@ class Connection:
         head: bytes,
         body: bytes | tuple[bytes | memoryview, ...],
         receiver: Receiver,
-        limits: Limits,
+        limits: ClockLimits,
     ) -> None:
         """Send a complete request. The response goes to `receiver`, from the next turn of the loop on; or a TIMEOUT
         when a clock of these `limits` expires. The receiver reports when the response `began`.

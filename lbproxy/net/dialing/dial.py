@@ -11,7 +11,7 @@ import os
 import socket
 from typing import Final
 
-from lbproxy.core.endpoints.credentials import Proxy
+from lbproxy.core.endpoints.credentials import ForwardProxy
 from lbproxy.driver.pulse import Pulse
 from lbproxy.net.dialing.names import Names
 from lbproxy.net.dialing.origin import Origin
@@ -52,7 +52,7 @@ async def open_socket(
 
 
 async def _open_tunnel(
-    loop: asyncio.AbstractEventLoop, pulse: Pulse, names: Names, proxy: Proxy, target: Origin, timeout_s: float
+    loop: asyncio.AbstractEventLoop, pulse: Pulse, names: Names, proxy: ForwardProxy, target: Origin, timeout_s: float
 ) -> socket.socket:
     """Return a connected socket that a proxy joins to `target`. Raises OSError.
 

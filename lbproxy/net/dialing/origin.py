@@ -6,10 +6,10 @@ from __future__ import annotations
 from functools import lru_cache
 from urllib.parse import urlsplit
 
-from lbproxy.core.endpoints.credentials import Proxy, Tls
+from lbproxy.core.endpoints.credentials import ForwardProxy, Tls
 
 
-class Origin(tuple[str, int, Tls | None, Proxy | None]):
+class Origin(tuple[str, int, Tls | None, ForwardProxy | None]):
     """The destination of a connection: host, port, how its certificate is verified (None: no TLS), and the proxy to use
     (None: no proxy).
 
@@ -18,13 +18,13 @@ class Origin(tuple[str, int, Tls | None, Proxy | None]):
 
     __slots__ = ()
 
-    def __new__(cls, address: tuple[str, int], tls: Tls | None = None, proxy: Proxy | None = None) -> Origin:
+    def __new__(cls, address: tuple[str, int], tls: Tls | None = None, proxy: ForwardProxy | None = None) -> Origin:
         """From host (without brackets) and port."""
         return super().__new__(cls, (address[0], address[1], tls, proxy))
 
     @classmethod
     @lru_cache(maxsize=4096)  # once per request; URLs come from settings and discovery only
-    def parse(cls, base_url: str, tls: Tls | None = None, proxy: Proxy | None = None) -> Origin:
+    def parse(cls, base_url: str, tls: Tls | None = None, proxy: ForwardProxy | None = None) -> Origin:
         """From `http[s]://host[:port][/path]` or `unix:/path/of/socket`. `tls`: for an https URL; None = the
         default.
         """

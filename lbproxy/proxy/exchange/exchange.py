@@ -28,10 +28,10 @@ from lbproxy.net.connections.h1 import ResponseHead
 from lbproxy.net.connections.pool import Connection
 from lbproxy.net.connections.retry_after import retry_after_s
 from lbproxy.proxy.exchange.exchanger import LARGE_BODY_BYTES, bytes_per_token, expected_prompt_tokens, origin_of
-from lbproxy.proxy.exchange.failures import NO_FAILURES, FailedAttempts, is_missing, refusal_after, without_response
+from lbproxy.proxy.exchange.failures import NO_FAILURES, AttemptFailures, is_missing, refusal_after, without_response
 from lbproxy.proxy.exchange.lifetime import Lifetime
 from lbproxy.proxy.exchange.relay import Relay, can_continue, is_json, note_objects
-from lbproxy.proxy.exchange.split import Leg, Split, decode_endpoint, first_leg
+from lbproxy.proxy.exchange.split import FirstLeg, SplitRequest, decode_endpoint, first_leg
 from lbproxy.proxy.exchange.steps import (
     BACKING_OFF,
     DIALLING,
@@ -61,7 +61,7 @@ class Exchange(Lifetime):
     """See net.connections.pool.Receiver."""
     _models_refreshed = False
     """The endpoints were asked again for their models."""
-    _failed: FailedAttempts = NO_FAILURES
+    _failed: AttemptFailures = NO_FAILURES
 
     # An attempt
 
@@ -161,7 +161,7 @@ class Exchange(Lifetime):
         )
         connection.send(request.method, head, request.pieces or request.body, self, limits)
 
-    # A request that is split: split.Owner
+    # A request that is split: split.SplitOwner
 
     def _begins_split(self, ticket: Ticket) -> bool:
         """Begin the first leg, if this placement is one: the second one follows."""
@@ -171,8 +171,8 @@ class Exchange(Lifetime):
         self._enter(PREFILLING)
         forwarded = self.client.peer.lines(self.request.fields, http10=self.request.http10)
         record = self.record
-        leg = Leg(self.request, self.placed, record.attempt_id, forwarded, record.trace)
-        self._split = split = Split(self._shared, first, leg, self)
+        leg = FirstLeg(self.request, self.placed, record.attempt_id, forwarded, record.trace)
+        self._split = split = SplitRequest(self._shared, first, leg, self)
         if record.trace is not None:
             assert first.placed_at is not None
             record.trace.placed(split.endpoint, first.submitted_at, first.placed_at, PREFILL)
@@ -214,7 +214,7 @@ class Exchange(Lifetime):
             self._shared.runtime.close(ticket, outcome)
 
     def second_ready(self) -> None:
-        """See split.Owner."""
+        """See split.SplitOwner."""
         ticket, trace = self._ticket, self.record.trace
         assert ticket is not None
         if trace is not None:
@@ -223,7 +223,7 @@ class Exchange(Lifetime):
         self._connect(ticket)
 
     def prefilled(self, usage: Usage | None) -> None:
-        """See split.Owner."""
+        """See split.SplitOwner."""
         self._guarded(self._prefilled, usage)
 
     def _prefilled(self, usage: Usage | None) -> None:
@@ -243,7 +243,7 @@ class Exchange(Lifetime):
         self._place()
 
     def first_failed(self, error: UpstreamError) -> None:
-        """See split.Owner. Once decode has begun to respond, it has what it needs."""
+        """See split.SplitOwner. Once decode has begun to respond, it has what it needs."""
         if self.step in {PREFILLING, DIALLING, SENT} or (self.step is RELAYING and self._relaying.revocable):
             self._guarded(self._first_failed, error)
 
@@ -254,7 +254,7 @@ class Exchange(Lifetime):
         self._attempt_failed(ticket.prefill or ticket, error)
 
     def first_refused(self, head: ResponseHead, body: bytes) -> None:
-        """See split.Owner."""
+        """See split.SplitOwner."""
         record = self.record
         if self.step in {PREFILLING, DIALLING, SENT}:
             record.first_legs += ((record.prefill or "", "refused"),)
@@ -392,14 +392,14 @@ class Exchange(Lifetime):
         else:
             self.refuse(LbError(ended))
 
-    # relay.Owner
+    # relay.RelayOwner
 
     def head_sent(self) -> None:
-        """See relay.Owner."""
+        """See relay.RelayOwner."""
         self._head_sent_by = self._relaying
 
     def committed(self) -> None:
-        """See relay.Owner. No other endpoint will be asked, and a stream can last for minutes."""
+        """See relay.RelayOwner. No other endpoint will be asked, and a stream can last for minutes."""
         self._head_sent_by = None
         if self._split is not None:
             self._split.forget_bodies()
@@ -408,11 +408,11 @@ class Exchange(Lifetime):
             self._body_released()
 
     def stream_refused(self, status: int) -> bool:
-        """See relay.Owner. Treated like an error status in the head."""
+        """See relay.RelayOwner. Treated like an error status in the head."""
         return self._retry_elsewhere(status)
 
     def relayed(self, result: Outcome | UpstreamError) -> None:
-        """See relay.Owner."""
+        """See relay.RelayOwner."""
         relay, ticket = self._relaying, self._ticket
         assert ticket is not None
         if isinstance(result, UpstreamError):

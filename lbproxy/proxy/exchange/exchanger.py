@@ -17,7 +17,7 @@ from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.requests.request import BYTES_PER_TOKEN
 from lbproxy.driver.request_runtime import RequestRuntime
 from lbproxy.net.connections.h1 import ResponseHead
-from lbproxy.net.connections.patience import Limits
+from lbproxy.net.connections.patience import ClockLimits
 from lbproxy.net.connections.pool import ConnectionPool
 from lbproxy.net.dialing.above import as_ours, host_of
 from lbproxy.net.dialing.origin import Origin
@@ -35,7 +35,7 @@ class Exchanger:
         self.connections = connections
         self.settings = settings
         limits = settings.timeouts
-        self.limits = Limits(limits.connect, limits.first_byte, limits.stream_idle)
+        self.limits = ClockLimits(limits.connect, limits.first_byte, limits.stream_idle)
         self.rng = random.Random()  # noqa: S311 - numbers that must differ, not secrets
         self.engine_ids: dict[str, tuple[int, Mapping[int, str]]] = {}
         """With connector mooncake: the ids of a prefill server's engines by their ranks, by its URL; and which process

@@ -18,7 +18,7 @@ from lbproxy.proxy.request.own_responses import refusal
 from lbproxy.proxy.request.routes import Route
 
 
-class FailedAttempts(NamedTuple):
+class AttemptFailures(NamedTuple):
     """The failed attempts of one request, in order."""
 
     endpoints: frozenset[EndpointUid] = frozenset()
@@ -38,15 +38,15 @@ class FailedAttempts(NamedTuple):
         """Where the request does not go."""
         return self.endpoints if self.doubtful is None else self.endpoints | {self.doubtful}
 
-    def add(self, uid: EndpointUid, kind: FailureKind, ended: Outcome | None = None) -> FailedAttempts:
+    def add(self, uid: EndpointUid, kind: FailureKind, ended: Outcome | None = None) -> AttemptFailures:
         """Return this with one more attempt. `ended`: None if it brought a response, which another endpoint may do
         better.
         """
         suspect = uid if kind is FailureKind.ERROR else self.suspect
-        return FailedAttempts(self.endpoints | {uid}, (*self.kinds, kind), suspect, ended or self.last)
+        return AttemptFailures(self.endpoints | {uid}, (*self.kinds, kind), suspect, ended or self.last)
 
 
-NO_FAILURES: Final = FailedAttempts()
+NO_FAILURES: Final = AttemptFailures()
 
 
 def without_response(kind: FailureKind) -> Outcome:
@@ -75,7 +75,7 @@ def is_missing(
     return placed.response_id is not None and runtime.stored(placed.response_id) is None
 
 
-def refusal_after(failed: FailedAttempts, ticket: Ticket, runtime: RequestRuntime, record: RequestRecord) -> LbError:
+def refusal_after(failed: AttemptFailures, ticket: Ticket, runtime: RequestRuntime, record: RequestRecord) -> LbError:
     """The error of a request that was not placed. Notes in its record how many endpoints are draining, if none is left:
     for the log, not for the client.
     """

@@ -23,7 +23,7 @@ from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.net.connections.pool import Connection
 from lbproxy.proxy.exchange.exchanger import Exchanger
 from lbproxy.proxy.exchange.relay import Client, Relay, end_after_head
-from lbproxy.proxy.exchange.split import Split, decode_endpoint
+from lbproxy.proxy.exchange.split import SplitRequest, decode_endpoint
 from lbproxy.proxy.exchange.steps import FINISHED, READING, RELAYING, Step
 from lbproxy.proxy.request.client_request import ClientRequest
 
@@ -48,7 +48,7 @@ class Lifetime(ABC):
     """The current attempt."""
     _head_sent_by: Relay | None = None
     """The relay, of any attempt, that sent the head of a stream to the client, without any of a body."""
-    _split: Split | None = None
+    _split: SplitRequest | None = None
     """The first leg of a request that is split, and what the second one is sent."""
 
     def __init__(self, shared: Exchanger, client: Client, record: RequestRecord, *, keep_alive: bool) -> None:

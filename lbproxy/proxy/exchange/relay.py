@@ -94,7 +94,7 @@ class Requester(Protocol):
         ...
 
 
-class Owner(Protocol):
+class RelayOwner(Protocol):
     """The owner of a relay."""
 
     def head_sent(self) -> None:
@@ -170,7 +170,7 @@ class Relay(PayloadWatcher):
         ticket: Ticket,
         record: RequestRecord,
         runtime: RequestRuntime,
-        owner: Owner,
+        owner: RelayOwner,
     ) -> None:
         self._head = head
         self._connection: Connection | None = connection

@@ -4,9 +4,9 @@
 The exchange places both legs and sends the second one; this sends the first, by the connector's contract
 (docs/decisions/0041):
 
-    nixl, shared-storage    first leg; then `Owner.prefilled`, and the second leg with what it returned
-    mooncake, sglang        both at once: `Owner.second_ready`, then the response of the first leg matters only if it
-                            fails. With Mooncake prefill is asked for its engine's id before, once for each process
+    nixl, shared-storage    first leg; then `SplitOwner.prefilled`, and the second leg with what it returned
+    mooncake, sglang        both at once: `SplitOwner.second_ready`, then the response of the first leg matters only if
+                            it fails. With Mooncake prefill is asked for its engine's id before, once for each process
 
 A first leg that the endpoint refuses as wrong (400, 404, ...) is no verdict on the request: the body is not the
 client's. With a serial connector the request is then served whole; with a concurrent one its refusal is the response,
@@ -27,7 +27,7 @@ from lbproxy.core.requests.request import DECODE, PREFILL, InferenceRequest, Usa
 from lbproxy.core.requests.retry import FailureKind, UpstreamError, status_failure
 from lbproxy.net.connections.call import Call, Called, Result
 from lbproxy.net.connections.h1 import ResponseHead, request_head
-from lbproxy.net.connections.patience import Limits
+from lbproxy.net.connections.patience import ClockLimits
 from lbproxy.net.dialing.origin import Origin
 from lbproxy.proxy.exchange.exchanger import Exchanger
 from lbproxy.proxy.request.client_request import ClientRequest
@@ -53,7 +53,7 @@ RELEASE_S: Final = 0.2
 """After so long a decode endpoint has read the request that is to be dropped there."""
 
 
-class Owner(Protocol):
+class SplitOwner(Protocol):
     """The exchange. Only one of the methods is called after `second_ready`, and none after `cancel`."""
 
     def second_ready(self) -> None:
@@ -73,7 +73,7 @@ class Owner(Protocol):
         ...
 
 
-class Leg(NamedTuple):
+class FirstLeg(NamedTuple):
     """What a first leg needs of its request."""
 
     request: ClientRequest
@@ -85,10 +85,10 @@ class Leg(NamedTuple):
     """If the request is traced."""
 
 
-class Split:
+class SplitRequest:
     """One request that is split, from the placement of its first leg."""
 
-    def __init__(self, shared: Exchanger, ticket: Ticket, leg: Leg, owner: Owner) -> None:
+    def __init__(self, shared: Exchanger, ticket: Ticket, leg: FirstLeg, owner: SplitOwner) -> None:
         """`ticket`: of the first leg."""
         state = ticket.placed_state
         assert state.handover.how is not None
@@ -142,7 +142,7 @@ class Split:
         """The second leg was sent, with what a first leg before it had handed over."""
         return self._second_sent and self._prefilled_at is not None and not self._is_concurrent
 
-    def send_second(self) -> tuple[ClientRequest, Limits]:
+    def send_second(self) -> tuple[ClientRequest, ClockLimits]:
         """The second leg is sent now: the request, and its limits, which are those of both legs together."""
         self._second_sent = True
         limits = self._shared.limits

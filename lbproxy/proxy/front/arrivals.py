@@ -35,7 +35,7 @@ class Holder(Protocol):
     held_bytes: int
 
 
-class Arrival:
+class BodyArrival:
     """One body."""
 
     def __init__(self, rate: float, ends_at: float, give_up: Callable[[LbError], None], now: float) -> None:
@@ -69,7 +69,7 @@ class Arrivals:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._of: dict[Holder, Arrival] = {}
+        self._of: dict[Holder, BodyArrival] = {}
         self.on_begin: Callable[[], None] = lambda: None
         """Has `end_overdue` called about once a second, as long as there are any."""
 
@@ -79,7 +79,7 @@ class Arrivals:
     def begin(self, holder: Holder, rate: float, give_up: Callable[[LbError], None], *, within_s: float = inf) -> None:
         """Something begins to arrive, in place of what the holder had before. `rate`: the least, in bytes a second."""
         now = self._clock()
-        self._of[holder] = Arrival(rate, now + within_s, give_up, now)
+        self._of[holder] = BodyArrival(rate, now + within_s, give_up, now)
         self.on_begin()
 
     def moved(self, holder: Holder, size: int) -> None:

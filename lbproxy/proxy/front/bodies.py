@@ -27,7 +27,7 @@ from lbproxy.proxy.front.connection import ClientConnection, fail_body
 from lbproxy.proxy.front.overload import Overload
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.headers import RequestFields
-from lbproxy.proxy.request.reading import LargeFacts, Reading, has_json
+from lbproxy.proxy.request.reading import LargeFacts, RequestReader, has_json
 from lbproxy.proxy.request.routes import Form, Route, form_of
 
 Result = TypeVar("Result")
@@ -41,7 +41,7 @@ PIECE_OVERHEAD_BYTES: Final = 64
 """What a piece takes besides its bytes: a body can come in pieces of two."""
 
 
-class Reader(Holder, Protocol):
+class BodyReader(Holder, Protocol):
     """The request whose body is read."""
 
     @property
@@ -56,7 +56,12 @@ class Reader(Holder, Protocol):
 
 
 async def read_body(
-    request: web.BaseRequest, fields: RequestFields, route: Route, reader: Reader, overload: Overload, backlog: Backlog
+    request: web.BaseRequest,
+    fields: RequestFields,
+    route: Route,
+    reader: BodyReader,
+    overload: Overload,
+    backlog: Backlog,
 ) -> bytes:
     """Read the complete body, which is not counted as held any more. Raises LbError: too large (before it is read, if
     announced), too slow, malformed, or no memory for it.
@@ -88,7 +93,7 @@ async def read_body(
 
 
 async def _read_up_to(
-    limit: int, content: StreamReader, reader: Reader, overload: Overload, backlog: Backlog, announced: int
+    limit: int, content: StreamReader, reader: BodyReader, overload: Overload, backlog: Backlog, announced: int
 ) -> bytes:
     """Read up to `limit` bytes; `announced` are expected, if that is known. Raises LbError when they are given up."""
     arrivals, settings = overload.arrivals, reader.settings
@@ -112,7 +117,7 @@ async def _read_up_to(
 
 
 async def read_large(
-    request: ClientRequest, reading: Reading, reader: Reader, overload: Overload, backlog: Backlog
+    request: ClientRequest, reading: RequestReader, reader: BodyReader, overload: Overload, backlog: Backlog
 ) -> tuple[ClientRequest, LargeFacts]:
     """Read a request with a large body, JSON or a form, in many short turns of the loop. Returns the request to
     send, and its content. Raises LbError.
@@ -121,7 +126,9 @@ async def read_large(
     return await done_in_turns(_read(request, reading, reader.record), backlog)
 
 
-def _read(request: ClientRequest, reading: Reading, record: RequestRecord) -> Steps[tuple[ClientRequest, LargeFacts]]:
+def _read(
+    request: ClientRequest, reading: RequestReader, record: RequestRecord
+) -> Steps[tuple[ClientRequest, LargeFacts]]:
     body = request.body
     large = LargeJson(body) if has_json(request) else FormWalk(body, request.fields.content_type)
     while large.step():

@@ -96,7 +96,7 @@ KEEP = _Written(keep_alive=True)
 CLOSE = _Written(keep_alive=False)
 
 
-class Turn(Protocol):
+class CurrentRequest(Protocol):
     """The current request, as its connection needs it."""
 
     keep_alive: bool
@@ -130,7 +130,7 @@ class Turn(Protocol):
         ...
 
 
-class Front(Protocol):
+class ConnectionOwner(Protocol):
     """The front end, as its connections need it."""
 
     max_plain_body_bytes: int
@@ -178,8 +178,8 @@ class ClientConnection(web.RequestHandler):
 
     def __init__(self, front: web.Server, **options: object) -> None:
         super().__init__(front, **options)  # type: ignore[arg-type]
-        self._front = cast(Front, front)
-        self.turn: Turn | None = None
+        self._front = cast(ConnectionOwner, front)
+        self.turn: CurrentRequest | None = None
         """The current request, in either lane."""
         self.body_reader: StreamReader | None = None
         """The body that aiohttp's handler is reading, if it is."""

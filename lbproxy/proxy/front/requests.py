@@ -28,7 +28,7 @@ from lbproxy.proxy.request.forwarding import Forwarding
 from lbproxy.proxy.request.headers import RequestFields
 from lbproxy.proxy.request.keys import KeyRing
 from lbproxy.proxy.request.own_responses import error_response
-from lbproxy.proxy.request.reading import LargeFacts, Reading
+from lbproxy.proxy.request.reading import LargeFacts, RequestReader
 from lbproxy.proxy.request.routes import HEALTH_PATH
 
 ID_CHARS: Final = 24
@@ -66,7 +66,7 @@ class Requests(Front):
     def reconfigure(self, settings: Settings, exchanger: Exchanger) -> None:
         """Apply other settings to requests that begin from now on."""
         self.exchanger = exchanger
-        self.reading = Reading(settings, self._runtime)
+        self.reading = RequestReader(settings, self._runtime)
         self.local.reconfigure(settings.listen.allowed_hosts, settings.cors.origins)
         self.cors: Cors | None = Cors(settings.cors.origins) if settings.cors.origins else None
         """None = the settings allow no origins."""
@@ -75,7 +75,7 @@ class Requests(Front):
     # A request
 
     def serve_plain(self, plain: ClientRequest, client: ClientConnection) -> None:
-        """Serve a request of the fast lane: see connection.Front."""
+        """Serve a request of the fast lane: see connection.ConnectionOwner."""
         record = self.new_record("POST", plain.target, client)
         self.note_id(record, plain.fields.request_id)
         turn = Turn(

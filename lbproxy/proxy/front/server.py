@@ -88,7 +88,7 @@ class FrontEnd(web.Server):
         overload.end_largest = self._end_largest
         self.requests = Requests(settings, runtime, exchanger, rng, overload)
         self.serve_plain = self.requests.serve_plain
-        """See connection.Front."""
+        """See connection.ConnectionOwner."""
         self.forwarding = self.requests.forwarding
         self.max_plain_body_bytes = min(settings.limits.json_body, PARSE_AT_ONCE_BYTES)
         self.cork = exchanger.connections.cork
@@ -158,14 +158,14 @@ class FrontEnd(web.Server):
         return self._open + self.listener.handshaking < connections_within(self._max_connections)
 
     def connected(self) -> bool:
-        """See connection.Front."""
+        """See connection.ConnectionOwner."""
         has_room = self._has_room() or self.listener.handshaking > 0  # among which it had room
         self._open += 1
         self._no_connections.clear()
         return has_room
 
     def disconnected(self) -> None:
-        """See connection.Front."""
+        """See connection.ConnectionOwner."""
         self._open -= 1
         if not self._open:
             self._no_connections.set()
@@ -377,7 +377,7 @@ class FrontEnd(web.Server):
     # Responses and records
 
     def refuse_unread(self, client: ClientConnection, error: LbError) -> None:
-        """Respond to what is not a request: see connection.Front."""
+        """Respond to what is not a request: see connection.ConnectionOwner."""
         requests = self.requests
         record = requests.new_record("", "", client)
         requests.refuse(client, record, error, keep_alive=False, cors=requests.cors_without_head())

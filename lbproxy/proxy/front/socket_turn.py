@@ -26,7 +26,7 @@ Arguments = TypeVarTuple("Arguments")
 
 
 class SocketTurn(Turn):
-    """One request for a WebSocket, until that is closed; the socket_relay.Owner of it. Any response other than a 101
+    """One request for a WebSocket, until that is closed; the `SocketOwner` of its relay. Any response other than a 101
     is relayed like the response to any request; the client's connection ends with it.
     """
 
@@ -88,7 +88,7 @@ class SocketTurn(Turn):
     # The client
 
     def received(self, data: bytes) -> None:
-        """See connection.Turn."""
+        """See connection.CurrentRequest."""
         if self._socket is not None:
             self._guarded(self._socket.from_client, data)
 
@@ -129,28 +129,28 @@ class SocketTurn(Turn):
         else:
             Turn._release_work(self)
 
-    # socket_relay.Owner
+    # socket_relay.SocketOwner
 
     def guarded(self, step: Callable[[*Arguments], None], *arguments: *Arguments) -> None:
-        """See socket_relay.Owner."""
+        """See socket_relay.SocketOwner."""
         self._guarded(step, *arguments)
 
     def progress(self, messages: int) -> None:
-        """See socket_relay.Owner."""
+        """See socket_relay.SocketOwner."""
         assert self._ticket is not None
         self._shared.runtime.progress(self._ticket, messages)
 
     def walk_later(self, walker: Walker) -> None:
-        """See socket_relay.Owner."""
+        """See socket_relay.SocketOwner."""
         self._shared.connections.backlog.add(walker)
 
     def end_server(self, *, at_once: bool) -> None:
-        """See socket_relay.Owner."""
+        """See socket_relay.SocketOwner."""
         if self._server_end is not None:
             self._server_end.close(at_once=at_once)
 
     def socket_ended(self, outcome: Outcome, *, timed_out: bool) -> None:
-        """See socket_relay.Owner."""
+        """See socket_relay.SocketOwner."""
         assert self._ticket is not None
         if self.step is not FINISHED:
             self.record.outcome = outcome

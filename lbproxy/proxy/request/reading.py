@@ -60,7 +60,7 @@ SERVED_S: Final = 1.0
 """How long the set of served models is reused: asking all endpoints takes a while."""
 
 
-class Reading:
+class RequestReader:
     """Reads requests by the configured models and flows, and by what the endpoints serve."""
 
     def __init__(self, settings: Settings, runtime: RequestRuntime) -> None:

@@ -7,7 +7,7 @@ import asyncio
 
 from lbproxy.net.connections.corked import Corked
 from lbproxy.net.connections.pool import Connection
-from lbproxy.proxy.sockets.socket_relay import CLOSE_S, Owner, SocketRelay
+from lbproxy.proxy.sockets.socket_relay import CLOSE_S, SocketOwner, SocketRelay
 
 
 class ServerEnd(asyncio.Protocol):
@@ -16,7 +16,7 @@ class ServerEnd(asyncio.Protocol):
     relay: SocketRelay
     """Set before anything is received."""
 
-    def __init__(self, connection: Connection, owner: Owner) -> None:
+    def __init__(self, connection: Connection, owner: SocketOwner) -> None:
         self._connection = connection
         self._owner = owner
         self.transport: Corked | None

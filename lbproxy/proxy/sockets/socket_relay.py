@@ -54,7 +54,7 @@ _CUTS: Final = {
 """How it ends, and what the client is told."""
 
 
-class Owner(Protocol):
+class SocketOwner(Protocol):
     """The owner of a WebSocket relay."""
 
     def guarded(self, step: Callable[[*Arguments], None], *arguments: *Arguments) -> None:
@@ -78,7 +78,7 @@ class Owner(Protocol):
         ...
 
 
-class Stage(Enum):
+class SocketStage(Enum):
     """See the module."""
 
     OPEN = "open"
@@ -90,12 +90,18 @@ class SocketRelay:
     """One WebSocket, from the 101 on."""
 
     def __init__(
-        self, client: Side, server: Side, runtime: RequestRuntime, record: RequestRecord, idle_s: float, owner: Owner
+        self,
+        client: Side,
+        server: Side,
+        runtime: RequestRuntime,
+        record: RequestRecord,
+        idle_s: float,
+        owner: SocketOwner,
     ) -> None:
         """`idle_s`: after this time without a byte from either side, both are pinged."""
         self.client = client
         self.server = server
-        self.stage = Stage.OPEN
+        self.stage = SocketStage.OPEN
         self._runtime = runtime
         self._record = record
         self._owner = owner
@@ -117,7 +123,7 @@ class SocketRelay:
     @property
     def is_finished(self) -> bool:
         """It has ended; nothing is passed on any more."""
-        return self.stage is Stage.FINISHED
+        return self.stage is SocketStage.FINISHED
 
     # Received from the two sides
 
@@ -216,7 +222,7 @@ class SocketRelay:
             self._end(Outcome.COMPLETED)
         else:
             self._note_close(side, frame)
-            self.stage = Stage.CLOSING
+            self.stage = SocketStage.CLOSING
             self._arm(CLOSE_S)
         return False
 
@@ -235,7 +241,7 @@ class SocketRelay:
 
     def _walk_on(self, side: Side) -> None:
         """Pass more of what was read on; `write_resumed` has it walk on if the other side is full."""
-        if not side.has_backlog or (self._other(side).is_full and self.stage is Stage.OPEN):
+        if not side.has_backlog or (self._other(side).is_full and self.stage is SocketStage.OPEN):
             return
         if side is self.client and self._runtime.now() - side.heard_at > CLOSE_S and self._is_client_gone():
             return
@@ -288,7 +294,7 @@ class SocketRelay:
 
     def _timer_fired(self) -> None:
         now = self._runtime.now()
-        if self.stage is Stage.CLOSING:
+        if self.stage is SocketStage.CLOSING:
             self._send_close(self.client, frames.NORMAL, "")
             self._end(Outcome.COMPLETED)
         elif self._runtime.pulse.stood_still_since(self._armed_at):
@@ -333,7 +339,7 @@ class SocketRelay:
         self._owner.socket_ended(outcome, timed_out=timed_out)
 
     def _close(self) -> None:
-        self.stage = Stage.FINISHED
+        self.stage = SocketStage.FINISHED
         self._timer.cancel()
         self.client.reader.discard()
         self.server.reader.discard()

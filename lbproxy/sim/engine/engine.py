@@ -25,19 +25,19 @@ from lbproxy.sim.engine.kv_cache import BlockReport, ReportingPool
 from lbproxy.sim.engine.presets import BLOCK_TOKENS, Preset
 from lbproxy.sim.engine.scheduler import JITTER_SIGMA, Scheduler
 from lbproxy.sim.engine.sequence import (
+    EngineGauges,
     FirstToken,
-    Gauges,
     Hold,
     KvState,
     Outlook,
-    Phase,
     RequestTooLong,
     Running,
+    SequencePhase,
     SimRequest,
     StepDone,
 )
 
-__all__ = ["Engine", "SimRequest", "RequestTooLong", "StepDone", "FirstToken", "Gauges", "JITTER_SIGMA"]
+__all__ = ["Engine", "SimRequest", "RequestTooLong", "StepDone", "FirstToken", "EngineGauges", "JITTER_SIGMA"]
 
 
 class Engine(Scheduler):
@@ -98,19 +98,19 @@ class Engine(Scheduler):
         sequence = self._live.pop(request_id, None)
         if sequence is None:
             return False
-        if sequence.phase is Phase.WAITING:
+        if sequence.phase is SequencePhase.WAITING:
             self._unqueue(sequence)
-        elif sequence.phase is Phase.RECEIVING:
+        elif sequence.phase is SequencePhase.RECEIVING:
             self._handover.drop(sequence)
-        elif sequence.phase is Phase.PREFILLING:
+        elif sequence.phase is SequencePhase.PREFILLING:
             if sequence is self._partial:
                 self._partial = None
             self._release(sequence)
-        elif sequence.phase is Phase.DECODING:
+        elif sequence.phase is SequencePhase.DECODING:
             del self._decoding[request_id]
             self._leave_decoding(sequence)
-        sequence.phase = Phase.GONE
-        while self._arriving and self._arriving[0].phase is Phase.GONE:
+        sequence.phase = SequencePhase.GONE
+        while self._arriving and self._arriving[0].phase is SequencePhase.GONE:
             self._arriving.popleft()
         if sequence.source is not None:
             sequence.source.finish(now=now, was_read=False)
@@ -181,7 +181,7 @@ class Engine(Scheduler):
         sequence = self._live.get(request_id)
         if sequence is None:
             return 0
-        decoded = self._steps_done - sequence.mark if sequence.phase is Phase.DECODING else 0
+        decoded = self._steps_done - sequence.mark if sequence.phase is SequencePhase.DECODING else 0
         return sequence.generated + decoded
 
     def next_event(self) -> float | None:
@@ -202,7 +202,7 @@ class Engine(Scheduler):
         self._run(now)
         return len(self._live)
 
-    def gauges(self) -> Gauges:
+    def gauges(self) -> EngineGauges:
         """As of the latest step that `advance`, `add` or `abort` came past."""
         return self._gauges
 

@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from enum import Enum
 
 from lbproxy.sim.engine.presets import BLOCK_TOKENS, Preset
-from lbproxy.sim.engine.sequence import FirstToken, Gauges, Hold, RequestTooLong, SimRequest, StepDone
+from lbproxy.sim.engine.sequence import EngineGauges, FirstToken, Hold, RequestTooLong, SimRequest, StepDone
 
 TICK_S = 0.1
 """Where tokens are not named, results come at least so often while some request generates (work seconds), so that the
 driver looks at the progress of streams."""
 
 
-class Form(Enum):
+class FirstTokenSpread(Enum):
     """How times to first token vary, by a spread of 0 to 1, whatever the prompt's length and the load."""
 
     UNIFORM = "uniform"
@@ -55,7 +55,7 @@ class FixedTimes:
     """From the moment that a request has a slot until its first token."""
     ttft_spread: float = 0.0
     """How much that varies, as `form` says."""
-    form: Form = Form.UNIFORM
+    form: FirstTokenSpread = FirstTokenSpread.UNIFORM
     token_s: float = 0.02
     """From each token to the next."""
 
@@ -70,13 +70,13 @@ class FixedTimes:
         spread = self.ttft_spread
         if not spread:
             return 1.0
-        if self.form is Form.UNIFORM:
+        if self.form is FirstTokenSpread.UNIFORM:
             return 1 + rng.uniform(-spread, spread)
-        if self.form is Form.BIMODAL:
+        if self.form is FirstTokenSpread.BIMODAL:
             return BIMODAL_FACTOR if rng.random() < spread else 1.0
-        if self.form is Form.HEAVY:
+        if self.form is FirstTokenSpread.HEAVY:
             return min(MAX_FACTOR, rng.paretovariate(1 / spread))
-        own = rng if self.form is Form.LOGNORMAL else random.Random(str(request.block_hashes[:1]))
+        own = rng if self.form is FirstTokenSpread.LOGNORMAL else random.Random(str(request.block_hashes[:1]))
         return min(MAX_FACTOR, own.lognormvariate(0.0, spread))
 
 
@@ -211,9 +211,9 @@ class FixedEngine:
         results, self._results = self._results, []
         return results
 
-    def gauges(self) -> Gauges:
+    def gauges(self) -> EngineGauges:
         """As of the latest call that was told the time. The cache's use: prompts and answers of all that run."""
-        return Gauges(
+        return EngineGauges(
             waiting=len(self._waiting),
             running=len(self._running),
             kv_usage=min(1.0, self._held_tokens / self._kv_tokens),

@@ -35,7 +35,7 @@ class Foreseen(NamedTuple):
 
 
 @dataclass(slots=True)
-class Work:
+class PendingPrefill:
     """A prefill that has not begun."""
 
     ready_at: float
@@ -51,7 +51,7 @@ class Work:
 class _Ahead:
     """An engine's batch, run ahead."""
 
-    def __init__(self, outlook: Outlook, queue: Sequence[Work], at: float) -> None:
+    def __init__(self, outlook: Outlook, queue: Sequence[PendingPrefill], at: float) -> None:
         self.at = at
         self._preset = outlook.preset
         self._slowdown = outlook.lora.slowdown
@@ -65,7 +65,7 @@ class _Ahead:
         """Those whose decode begins in what is foreseen: by step of their end, tokens then and blocks."""
         self._queue = list(queue)
         self._next = 0
-        self._partial: Work | None = None
+        self._partial: PendingPrefill | None = None
         if outlook.step_ends_at is not None:
             for one in outlook.prefills:
                 if one.computed == one.known_tokens:
@@ -74,7 +74,9 @@ class _Ahead:
             if outlook.partial is not None:
                 left = outlook.partial
                 fresh, blocks = left.known_tokens - left.computed, -(-left.known_tokens // BLOCK_TOKENS)
-                self._partial = Work(0.0, fresh, left.computed, blocks, left.request.output_tokens - left.generated)
+                self._partial = PendingPrefill(
+                    0.0, fresh, left.computed, blocks, left.request.output_tokens - left.generated
+                )
                 self._free -= blocks - len(left.blocks)
 
     def _begin_decode(self, computed: int, left: int, blocks: int) -> None:
@@ -100,14 +102,14 @@ class _Ahead:
             self._context -= tokens
             self._free += blocks
 
-    def run(self, wanted: Work) -> Foreseen:
+    def run(self, wanted: PendingPrefill) -> Foreseen:
         """Until `wanted`, the last in the queue, has its first token."""
         begins_at: float | None = None
         for _ in range(MAX_STEPS):
             if not self._decodes and self._partial is None and self._queue[self._next].ready_at > self.at:
                 self.at = self._queue[self._next].ready_at
             budget = self._preset.token_budget - self._decodes
-            chunks: list[tuple[Work, int]] = []
+            chunks: list[tuple[PendingPrefill, int]] = []
             if self._partial is not None:
                 budget = self._take(self._partial, budget, chunks)
             while budget and self._next < len(self._queue):
@@ -149,7 +151,7 @@ class _Ahead:
         self._step += steps - 1
         self._end_step()
 
-    def _take(self, work: Work, budget: int, chunks: list[tuple[Work, int]]) -> int:
+    def _take(self, work: PendingPrefill, budget: int, chunks: list[tuple[PendingPrefill, int]]) -> int:
         chunk = min(work.uncached, budget)
         chunks.append((work, chunk))
         work.uncached -= chunk
@@ -157,7 +159,7 @@ class _Ahead:
         self._partial = work if work.uncached else None
         return budget - chunk
 
-    def _duration_s(self, chunks: Sequence[tuple[Work, int]], budget: int) -> float:
+    def _duration_s(self, chunks: Sequence[tuple[PendingPrefill, int]], budget: int) -> float:
         attention = 0.0
         for work, chunk in chunks:
             attention += chunk * (work.cached - chunk / 2)
@@ -165,8 +167,8 @@ class _Ahead:
         return self._seconds_per_ms * self._slowdown * self._preset.step_ms(tokens, sequences, self._context, attention)
 
 
-def foresee(outlook: Outlook, before: Sequence[Work], wanted: Work) -> Foreseen:
-    """What a request `wanted` meets behind those `before` it in the queue. Its and their `Work` is used up."""
+def foresee(outlook: Outlook, before: Sequence[PendingPrefill], wanted: PendingPrefill) -> Foreseen:
+    """What a request `wanted` meets behind those `before` it in the queue. All of these are used up."""
     at = outlook.step_ends_at
     return _Ahead(outlook, [*before, wanted], wanted.ready_at if at is None else at).run(wanted)
 

@@ -23,7 +23,7 @@ from itertools import count
 
 from lbproxy.sim.engine.kv_cache import BlockPool
 from lbproxy.sim.engine.presets import BLOCK_TOKENS
-from lbproxy.sim.engine.sequence import Hold, KvState, Phase, Running, Source
+from lbproxy.sim.engine.sequence import Hold, KvSource, KvState, Running, SequencePhase
 
 NEVER = float("inf")
 
@@ -33,14 +33,14 @@ class _Transfer:
     """The KV of one request on its way here."""
 
     sequence: Running
-    source: Source
+    source: KvSource
     seconds: float
     """How long it takes."""
     ends_at: float = NEVER
     """NEVER: it has not begun."""
 
 
-class Handover:
+class EngineHandover:
     """One engine's."""
 
     def __init__(self, pool: BlockPool) -> None:
@@ -115,9 +115,9 @@ class Handover:
 
     # What is read from others.
 
-    def receive(self, sequence: Running, source: Source, tokens: int, seconds: float, at: float) -> None:
+    def receive(self, sequence: Running, source: KvSource, tokens: int, seconds: float, at: float) -> None:
         """Begin the transfer of `tokens`, or wait until they can be read. The blocks for all of them are there."""
-        sequence.phase = Phase.RECEIVING
+        sequence.phase = SequencePhase.RECEIVING
         sequence.received_tokens = tokens
         transfer = _Transfer(sequence, source, seconds)
         self._transfers[sequence.request.id] = transfer

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefill at one engine, decode at another, in one process and one clock: for fleets in virtual time.
 
-How to drive it, besides the engines themselves (`engine.py`), for any number of engines that share a `Link`:
+How to drive it, besides the engines themselves (`engine.py`), for any number of engines that share a `KvLink`:
 
 1. `hold = link.prefill(p, request, now=...)`. Engine `p` is to compute the prompt: its `advance` names the request in
    `StepDone.first` and `finished` when it is prefilled, as any other. `hold.state` is then HELD, for `lease_s`.
@@ -25,7 +25,7 @@ from typing import Protocol
 from lbproxy.sim.engine.sequence import LEASE_S, RENEWAL_SHARE, Hold, KvState, SimRequest
 
 
-class Holder(Protocol):
+class KvHolder(Protocol):
     """What a link needs of an engine: see `Engine`."""
 
     def add(self, request: SimRequest, *, now: float) -> None:
@@ -48,7 +48,7 @@ class Holder(Protocol):
 class _Reader:
     """The source of one request that decodes: what is held for it elsewhere."""
 
-    def __init__(self, link: Link, hold: Hold, engine: Holder, request_id: str, *, recompute: bool) -> None:
+    def __init__(self, link: KvLink, hold: Hold, engine: KvHolder, request_id: str, *, recompute: bool) -> None:
         self.recompute = recompute
         self.hold = hold
         self.engine = engine
@@ -73,18 +73,18 @@ class _Reader:
         self._link.read(self, expires_at=now + self.hold.lease_s * RENEWAL_SHARE)
 
 
-class Link:
+class KvLink:
     """One for all engines of a fleet that hand over KV to one another."""
 
     def __init__(self) -> None:
-        self._holders: dict[Hold, Holder] = {}
+        self._holders: dict[Hold, KvHolder] = {}
         """By what they hold, or are to."""
         self._readers: dict[Hold, dict[_Reader, None]] = {}
         self._over: dict[Hold, float | None] = {}
         """What was read since the last `settle`; or when its lease ends, because its reader failed."""
         self._changed: dict[Hold, None] = {}
 
-    def prefill(self, engine: Holder, request: SimRequest, *, now: float, lease_s: float = LEASE_S) -> Hold:
+    def prefill(self, engine: KvHolder, request: SimRequest, *, now: float, lease_s: float = LEASE_S) -> Hold:
         """Have a prompt computed, and its KV held. Raises `RequestTooLong`."""
         hold = Hold(lease_s)
         hold.changed = lambda: self._changed.update({hold: None})
@@ -92,7 +92,7 @@ class Link:
         self._holders[hold] = engine
         return hold
 
-    def decode(self, engine: Holder, request: SimRequest, hold: Hold, *, now: float, recompute: bool = False) -> None:
+    def decode(self, engine: KvHolder, request: SimRequest, hold: Hold, *, now: float, recompute: bool = False) -> None:
         """Have a response computed from what is held. `recompute`: if it is lost, the engine computes the prompt
         itself instead of failing the request. Raises `RequestTooLong`, having freed what is held.
         """
@@ -119,9 +119,9 @@ class Link:
             self._readers.pop(reader.hold, None)
         self._over[reader.hold] = expires_at
 
-    def settle(self, *, now: float) -> list[Holder]:
+    def settle(self, *, now: float) -> list[KvHolder]:
         """Tell each engine what others have done. Returns those that were told, each once."""
-        told: dict[int, Holder] = {}
+        told: dict[int, KvHolder] = {}
         while self._over or self._changed:
             over, self._over = self._over, {}
             for hold, expires_at in over.items():

@@ -16,7 +16,7 @@ from lbproxy.sim.engine.engine import JITTER_SIGMA, Engine
 from lbproxy.sim.engine.fixed import FixedEngine, FixedTimes
 from lbproxy.sim.engine.presets import Preset
 from lbproxy.sim.engine.ranks import RankedEngine
-from lbproxy.sim.engine.sequence import Gauges, Hold, SimRequest, StepDone
+from lbproxy.sim.engine.sequence import EngineGauges, Hold, SimRequest, StepDone
 
 
 class ModelServer(Protocol):
@@ -78,7 +78,7 @@ class ModelServer(Protocol):
         """What was sent up to `now` and not returned before, oldest first."""
         ...
 
-    def gauges(self) -> Gauges:
+    def gauges(self) -> EngineGauges:
         """What /metrics shows."""
         ...
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from lbproxy.sim.engine.engine import Engine
-from lbproxy.sim.engine.sequence import Gauges, Hold, SimRequest, StepDone
+from lbproxy.sim.engine.sequence import EngineGauges, Hold, SimRequest, StepDone
 
 
 class RankedEngine:
@@ -88,10 +88,10 @@ class RankedEngine:
         """The steps of all ranks that ended up to `now` and were not returned before, oldest first."""
         return sorted((step for rank in self.ranks for step in rank.advance(now=now)), key=lambda step: step.at)
 
-    def gauges(self) -> Gauges:
+    def gauges(self) -> EngineGauges:
         """Of all ranks together, each as of its own latest step."""
         each = [rank.gauges() for rank in self.ranks]
-        return Gauges(
+        return EngineGauges(
             waiting=sum(one.waiting for one in each),
             running=sum(one.running for one in each),
             kv_usage=fmean(one.kv_usage for one in each),

@@ -29,11 +29,11 @@ import random
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 
-from lbproxy.sim.engine.handover import NEVER, Handover
+from lbproxy.sim.engine.handover import NEVER, EngineHandover
 from lbproxy.sim.engine.kv_cache import BlockPool
 from lbproxy.sim.engine.lora_slots import LoraSlots
 from lbproxy.sim.engine.presets import BLOCK_TOKENS, Preset
-from lbproxy.sim.engine.sequence import FirstToken, Gauges, KvState, Phase, Running, Source, StepDone
+from lbproxy.sim.engine.sequence import EngineGauges, FirstToken, KvSource, KvState, Running, SequencePhase, StepDone
 
 JITTER_SIGMA = 0.03
 """Spread of a step's time, lognormal, when an rng is given and nothing else is said."""
@@ -60,7 +60,7 @@ class Scheduler:
         """As freshly started: nothing cached, nothing to do, counters at zero."""
         self._pool = self._pool.emptied()
         self._lora = LoraSlots(self._preset.max_loras, self._rng)
-        self._handover = Handover(self._pool)
+        self._handover = EngineHandover(self._pool)
         self._live: dict[str, Running] = {}
         self._arriving: deque[Running] = deque()
         self._waiting: OrderedDict[str, Running] = OrderedDict()
@@ -80,7 +80,7 @@ class Scheduler:
         self._finishing: dict[int, list[Running]] = {}
         # Entries of both may be stale (aborted, preempted); the sequence's own field says whether one counts.
 
-        self._gauges = Gauges()
+        self._gauges = EngineGauges()
         self._prefix_queries = 0
         self._prefix_hits = 0
         self._preemptions = 0
@@ -132,7 +132,7 @@ class Scheduler:
     def _begin_step(self, at: float) -> None:
         while self._arriving and self._arriving[0].ready_at <= at:
             sequence = self._arriving.popleft()
-            if sequence.phase is Phase.ARRIVING:
+            if sequence.phase is SequencePhase.ARRIVING:
                 self._queue(sequence)
         self._prefills = []
         self._loading_ms = 0.0
@@ -228,7 +228,7 @@ class Scheduler:
     def _has_slot(self) -> bool:
         return len(self._decoding) + len(self._prefills) < self._preset.max_sequences
 
-    def _receive(self, sequence: Running, source: Source, at: float) -> bool:
+    def _receive(self, sequence: Running, source: KvSource, at: float) -> bool:
         """Give a waiting request blocks for its prompt and have them filled; False if there are not enough."""
         tokens = sequence.request.prompt_tokens
         hits = self._pool.match(sequence.request.block_hashes, (tokens - 1) // BLOCK_TOKENS)
@@ -271,7 +271,7 @@ class Scheduler:
             sequence.loaded_adapter = True
         if self._preset.is_cold(sequence.request.id):
             self._loading_ms += self._preset.cold_ms
-        sequence.phase = Phase.PREFILLING
+        sequence.phase = SequencePhase.PREFILLING
 
     def _schedule_chunk(self, sequence: Running, chunk: int) -> float:
         """Put a prefill chunk, whose blocks are there, into the step; returns its attention in tokens²."""
@@ -297,7 +297,7 @@ class Scheduler:
                 self._hold_or_release(sequence, at)
                 self._finish(sequence, finished)
         for sequence in self._prefills:
-            if sequence.phase is Phase.PREFILLING and sequence.computed == sequence.known_tokens:
+            if sequence.phase is SequencePhase.PREFILLING and sequence.computed == sequence.known_tokens:
                 tokens += 1
                 if self._name_tokens:
                     names.append(sequence.request.id)
@@ -320,7 +320,7 @@ class Scheduler:
             self._hold_or_release(sequence, at)
             self._finish(sequence, finished)
             return
-        sequence.phase = Phase.DECODING
+        sequence.phase = SequencePhase.DECODING
         sequence.mark = self._steps_done
         sequence.finishes_at = self._steps_done + left
         self._finishing.setdefault(sequence.finishes_at, []).append(sequence)
@@ -328,9 +328,9 @@ class Scheduler:
         self._decoding[request.id] = sequence
         self._context += sequence.computed
 
-    def _measure(self) -> Gauges:
+    def _measure(self) -> EngineGauges:
         handover = self._handover
-        return Gauges(
+        return EngineGauges(
             len(self._waiting) + handover.deferred,
             len(self._decoding) + (self._partial is not None),
             self._pool.used / self._pool.total,
@@ -353,7 +353,7 @@ class Scheduler:
     # What happens to one sequence.
 
     def _queue(self, sequence: Running) -> None:
-        sequence.phase = Phase.WAITING
+        sequence.phase = SequencePhase.WAITING
         self._waiting[sequence.request.id] = sequence
         self._lora.queued(sequence.request.adapter)
 
@@ -408,7 +408,7 @@ class Scheduler:
         sequence.blocks = []
 
     def _finish(self, sequence: Running, finished: list[str]) -> None:
-        sequence.phase = Phase.GONE
+        sequence.phase = SequencePhase.GONE
         del self._live[sequence.request.id]
         finished.append(sequence.request.id)
 

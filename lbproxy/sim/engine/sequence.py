@@ -59,7 +59,7 @@ class Hold:
             self.changed()
 
 
-class Source(Protocol):
+class KvSource(Protocol):
     """From where an engine has the KV of a prompt, for one request. Its methods may not call that engine."""
 
     recompute: bool
@@ -105,7 +105,7 @@ class SimRequest:
     """The data-parallel rank to compute it; None = the server chooses."""
     hold: Hold | None = None
     """Its KV is held when it has ended, unless it is aborted. Usually it has one token of output."""
-    source: Source | None = None
+    source: KvSource | None = None
     """Where the KV of its prompt comes from; None = it is computed here."""
 
 
@@ -137,7 +137,7 @@ class StepDone(NamedTuple):
     """Those that ended without, because the KV of their prompt could not be read."""
 
 
-class Gauges(NamedTuple):
+class EngineGauges(NamedTuple):
     """What /metrics shows: the state after the latest step. The counters never fall."""
 
     waiting: int = 0
@@ -170,7 +170,7 @@ class Gauges(NamedTuple):
     """Requests that read KV which was not held any more."""
 
 
-class Phase(Enum):
+class SequencePhase(Enum):
     """How far a request has come."""
 
     ARRIVING = "arriving"
@@ -189,7 +189,7 @@ class Running:
 
     request: SimRequest
     ready_at: float
-    phase: Phase = Phase.ARRIVING
+    phase: SequencePhase = SequencePhase.ARRIVING
     computed: int = 0
     """Tokens whose KV is in `blocks`, those of the chunk in flight included."""
     generated: int = 0
@@ -199,7 +199,7 @@ class Running:
     cached_tokens: int | None = None
     """None until first scheduled."""
     loaded_adapter: bool = False
-    source: Source | None = None
+    source: KvSource | None = None
     """Where its KV is to come from; None once it is here, and of a request that computes its prompt."""
     received_tokens: int = 0
     garbage: bool = False

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.sim.fleet.des import EventHeap
 from lbproxy.sim.fleet.fleet import FleetOptions
-from lbproxy.sim.fleet.live import Front, LiveServer, page_of
+from lbproxy.sim.fleet.live import LiveBalancer, LiveServer, page_of
 
 PROBE_UP_S, PROBE_DOWN_S = 2.0, 0.5
 """As in the proxy's default settings."""
@@ -18,13 +18,13 @@ PROBE_UP_S, PROBE_DOWN_S = 2.0, 0.5
 class Asking:
     """Probes and scrapes of every balancer at every server."""
 
-    def __init__(self, heap: EventHeap, options: FleetOptions, poll: Callable[[Front], None]) -> None:
+    def __init__(self, heap: EventHeap, options: FleetOptions, poll: Callable[[LiveBalancer], None]) -> None:
         """`poll` is called with each balancer that was told something."""
         self._heap = heap
         self._options = options
         self._poll = poll
 
-    def start(self, fronts: Sequence[Front], servers: Sequence[LiveServer], rng: random.Random) -> None:
+    def start(self, fronts: Sequence[LiveBalancer], servers: Sequence[LiveServer], rng: random.Random) -> None:
         """From now on."""
         options = self._options
         for front in fronts:
@@ -35,13 +35,13 @@ class Asking:
                 if any(fault.speed is None for fault in options.faults):
                     self._heap.at(rng.uniform(0, PROBE_UP_S), self._probe, (front, server))
 
-    def _probe(self, pair: tuple[Front, LiveServer]) -> None:
+    def _probe(self, pair: tuple[LiveBalancer, LiveServer]) -> None:
         front, server = pair
         front.balancer.report_health(server.uids[front.number], server.alive, "probe", now=self._heap.now)
         self._heap.at(self._heap.now + (PROBE_UP_S if server.alive else PROBE_DOWN_S), self._probe, pair)
         self._poll(front)
 
-    def _scrape(self, pair: tuple[Front, LiveServer]) -> None:
+    def _scrape(self, pair: tuple[LiveBalancer, LiveServer]) -> None:
         front, server = pair
         now, interval_s = self._heap.now, self._options.scrape_interval_s
         assert interval_s is not None
@@ -50,7 +50,7 @@ class Asking:
             front.balancer.scrape_sent(server.uids[front.number])
             self._heap.at(now + self._options.scrape_delay_s, self._scraped, (front, server, page_of(server, now)))
 
-    def _scraped(self, scraped: tuple[Front, LiveServer, LoadMetrics]) -> None:
+    def _scraped(self, scraped: tuple[LiveBalancer, LiveServer, LoadMetrics]) -> None:
         front, server, metrics = scraped
         if server.alive:
             front.balancer.report_scrape(server.uids[front.number], metrics)

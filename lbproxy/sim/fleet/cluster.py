@@ -28,11 +28,11 @@ from lbproxy.sim.fleet.arrivals import read_job
 from lbproxy.sim.fleet.asking import Asking
 from lbproxy.sim.fleet.des import EventHeap
 from lbproxy.sim.fleet.failing import Faults
-from lbproxy.sim.fleet.fleet import FleetOptions, Sample, Served, ToldUsage
+from lbproxy.sim.fleet.fleet import FleetOptions, QueueSample, Served, ToldUsage
 from lbproxy.sim.fleet.legs import Legs
-from lbproxy.sim.fleet.live import Flight, Front, LiveServer, engine_of, introduce
+from lbproxy.sim.fleet.live import LiveBalancer, LiveJob, LiveServer, engine_of, introduce
 from lbproxy.sim.fleet.others import OthersTraffic
-from lbproxy.sim.fleet.replicas import Exchange, hand_over
+from lbproxy.sim.fleet.replicas import ReplicaExchange, hand_over
 from lbproxy.sim.workloads.workload import Job, Workload
 
 PROGRESS_S = 0.25
@@ -44,7 +44,7 @@ ERROR_S = 0.001
 class Fleet:
     """One simulation. `run` it once."""
 
-    exchange_kind: type[Exchange] = Exchange
+    exchange_kind: type[ReplicaExchange] = ReplicaExchange
     """What balancers tell each other through; benchmarks measure it."""
 
     def __init__(
@@ -63,8 +63,8 @@ class Fleet:
         self._seed = seed
         self._heap = EventHeap()
         self._make_balancer = make_balancer
-        self._fronts = [Front(number, self._new_balancer(number)) for number in range(options.balancers)]
-        self._exchange: Exchange | None = None
+        self._fronts = [LiveBalancer(number, self._new_balancer(number)) for number in range(options.balancers)]
+        self._exchange: ReplicaExchange | None = None
         if options.exchange is not None:
             self._exchange = self.exchange_kind(self._heap, options.exchange, self._heard, seed=seed)
             for front in self._fronts:
@@ -94,12 +94,12 @@ class Fleet:
         while self.now < until:
             assert self._heap.step()
 
-    def watch(self, every_s: float, note: Callable[[Sample], None]) -> None:
+    def watch(self, every_s: float, note: Callable[[QueueSample], None]) -> None:
         """Have `note` told so often how long the queues are. Before `run`."""
 
         def look(_: None) -> None:
             gauges = tuple(server.engine.gauges() for server in self._servers)
-            note(Sample(self.now, gauges, sum(len(front.waiting) for front in self._fronts)))
+            note(QueueSample(self.now, gauges, sum(len(front.waiting) for front in self._fronts)))
             self._heap.at(self.now + every_s, look, None)
 
         self._heap.at(every_s, look, None)
@@ -156,18 +156,18 @@ class Fleet:
             request = self._read(job, request)
         served = Served(job, self.now, front.number, streamed)
         self._served.append(served)
-        flight = Flight(served, work, request)
+        flight = LiveJob(served, work, request)
         if job.patience_s is not None:
             self._heap.at(self.now + job.patience_s, self._lose_patience, flight)
         self._submit(front, flight, frozenset())
         self._poll(front)
 
-    def _front(self, rng: random.Random) -> Front:
+    def _front(self, rng: random.Random) -> LiveBalancer:
         """The balancer that a job arrives at."""
         alive = [front for front in self._fronts if front.alive]
         return alive[rng.randrange(len(alive))]
 
-    def _lose_patience(self, flight: Flight) -> None:
+    def _lose_patience(self, flight: LiveJob) -> None:
         """The client leaves, unless it reads a response: a stream from its first token on, a whole one at its end."""
         served = flight.served
         if served.outcome is not None or (served.streamed and served.first_at is not None):
@@ -185,7 +185,7 @@ class Fleet:
 
     # Balancers
 
-    def _submit(self, front: Front, flight: Flight, avoid: frozenset[EndpointUid]) -> None:
+    def _submit(self, front: LiveBalancer, flight: LiveJob, avoid: frozenset[EndpointUid]) -> None:
         if flight.served.outcome is not None or self._is_lost(flight):
             return  # its client left between two attempts
         request, again, suspect = self._legs.to_place(flight), flight.ticket is not None, flight.suspect
@@ -197,7 +197,7 @@ class Fleet:
         else:
             self._settled(flight)
 
-    def _poll(self, front: Front) -> None:
+    def _poll(self, front: LiveBalancer) -> None:
         """Act on what the balancer decided, and be there when it wants to decide next."""
         if not front.waiting:
             return
@@ -208,12 +208,12 @@ class Fleet:
             front.timer_at = deadline
             self._heap.at(deadline, self._on_timer, front)
 
-    def _on_timer(self, front: Front) -> None:
+    def _on_timer(self, front: LiveBalancer) -> None:
         if front.timer_at <= self.now:
             front.timer_at = float("inf")
             self._poll(front)
 
-    def _settled(self, flight: Flight) -> None:
+    def _settled(self, flight: LiveJob) -> None:
         """A ticket has stopped waiting."""
         ticket, served = _ticket(flight), flight.served
         if ticket.outcome is not None and ticket.request.leg == DECODE:
@@ -232,23 +232,23 @@ class Fleet:
             served.prefill = flight.server.number if ticket.request.leg == PREFILL else None
         self._heap.at(self.now + self._options.network_s, self._deliver, flight)
 
-    def _serve_whole(self, flight: Flight) -> None:
+    def _serve_whole(self, flight: LiveJob) -> None:
         """Nothing can continue what was prefilled."""
         self._drop(flight)
         flight.request = flight.request._replace(splittable=False)
         self._submit(self._fronts[flight.served.balancer], flight, _ticket(flight).avoid)
 
-    def _drop(self, flight: Flight) -> None:
+    def _drop(self, flight: LiveJob) -> None:
         """Nothing will read what is held of a request, if anything is."""
         if flight.hold is not None:
             self._legs.drop(flight, now=self.now)
             self._arm()
 
-    def _close(self, flight: Flight, outcome: Outcome, usage: Usage | None = None) -> None:
+    def _close(self, flight: LiveJob, outcome: Outcome, usage: Usage | None = None) -> None:
         front = self._fronts[flight.served.balancer]
         front.balancer.close(_ticket(flight), outcome, now=self.now, usage=usage)
 
-    def _end(self, flight: Flight, outcome: Outcome) -> None:
+    def _end(self, flight: LiveJob, outcome: Outcome) -> None:
         """The job is over, its ticket closed."""
         served = flight.served
         assert served.outcome is None
@@ -266,7 +266,7 @@ class Fleet:
         """A balancer heard of others' requests."""
         self._poll(self._fronts[number])
 
-    def _lose_front(self, front: Front) -> None:
+    def _lose_front(self, front: LiveBalancer) -> None:
         """A balancer dies, with everything that it has."""
         front.alive, front.died_at = False, self.now
         if self._exchange is not None:
@@ -282,14 +282,14 @@ class Fleet:
                     self._end(flight, Outcome.CUT)
             self._arm(server)
 
-    def _is_lost(self, flight: Flight) -> bool:
+    def _is_lost(self, flight: LiveJob) -> bool:
         """Whether the balancer of a job died since it came; the job ends then."""
         if flight.served.submitted_at > self._fronts[flight.served.balancer].died_at:
             return False
         self._end(flight, Outcome.CUT)
         return True
 
-    def _replace_front(self, front: Front) -> None:
+    def _replace_front(self, front: LiveBalancer) -> None:
         """A new one starts, which others tell what they know."""
         front.balancer = self._new_balancer(front.number)
         introduce(front, self._servers, self._options, now=self.now)
@@ -302,7 +302,7 @@ class Fleet:
 
     # Servers
 
-    def _deliver(self, flight: Flight) -> None:
+    def _deliver(self, flight: LiveJob) -> None:
         """The request reaches its server."""
         server, job = _server(flight), flight.served.job
         if flight.served.outcome is not None:
@@ -329,7 +329,7 @@ class Fleet:
             self._heap.at(self.now + self._options.network_s, self._begin_stream, flight)
         self._arm(server)
 
-    def _begin_stream(self, flight: Flight) -> None:
+    def _begin_stream(self, flight: LiveJob) -> None:
         """The first bytes arrive, with or before the first token."""
         if flight.served.outcome is None and not flight.begun:
             flight.begun = True
@@ -337,7 +337,7 @@ class Fleet:
             front.balancer.first_byte(_ticket(flight), now=self.now)
             self._poll(front)
 
-    def _refuse(self, flight: Flight) -> None:
+    def _refuse(self, flight: LiveJob) -> None:
         """A 500 arrives."""
         if flight.served.outcome is not None or self._is_lost(flight):
             return
@@ -382,7 +382,7 @@ class Fleet:
         for number in sorted(touched):
             self._poll(self._fronts[number])
 
-    def _first_token(self, flight: Flight, first: FirstToken, at: float, touched: set[int]) -> None:
+    def _first_token(self, flight: LiveJob, first: FirstToken, at: float, touched: set[int]) -> None:
         served, leg = flight.served, _ticket(flight).request.leg
         if leg != DECODE:
             served.cached_tokens = first.cached_tokens
@@ -405,7 +405,7 @@ class Fleet:
                 flight.told = server.thinking.pop(job_id)
                 self._show_first(flight, self.now, touched)
 
-    def _show_first(self, flight: Flight, at: float, touched: set[int]) -> None:
+    def _show_first(self, flight: LiveJob, at: float, touched: set[int]) -> None:
         served = flight.served
         served.first_at = at
         if served.streamed:
@@ -418,7 +418,7 @@ class Fleet:
             _server(flight).progress.append((self.now + PROGRESS_S, flight))
             touched.add(served.balancer)
 
-    def _finished(self, server: LiveServer, flight: Flight, touched: set[int]) -> None:
+    def _finished(self, server: LiveServer, flight: LiveJob, touched: set[int]) -> None:
         served = flight.served
         touched.add(served.balancer)
         if _ticket(flight).request.leg == PREFILL:
@@ -436,7 +436,7 @@ class Fleet:
         self._close(flight, Outcome.COMPLETED, _usage(served, server.spec.usage))
         self._end(flight, Outcome.COMPLETED)
 
-    def _prefilled(self, server: LiveServer, flight: Flight) -> None:
+    def _prefilled(self, server: LiveServer, flight: LiveJob) -> None:
         """A first leg is over; the second is placed at once."""
         served, ticket = flight.served, _ticket(flight)
         front = self._fronts[served.balancer]
@@ -462,7 +462,7 @@ class Fleet:
 
     # Failures
 
-    def _fail(self, flight: Flight, kind: FailureKind) -> None:
+    def _fail(self, flight: LiveJob, kind: FailureKind) -> None:
         """An attempt failed before anything came."""
         served = flight.served
         front = self._fronts[served.balancer]
@@ -477,12 +477,12 @@ class Fleet:
         else:
             self._end(flight, Outcome.INTERNAL_ERROR if kind is FailureKind.ERROR else verdict.outcome)
 
-    def _again(self, flight: Flight, failed: EndpointUid, delay_s: float) -> None:
+    def _again(self, flight: LiveJob, failed: EndpointUid, delay_s: float) -> None:
         front = self._fronts[flight.served.balancer]
         avoid = frozenset({*_ticket(flight).avoid, failed})
         self._heap.at(self.now + delay_s, lambda _: self._submit(front, flight, avoid), None)
 
-    def _check(self, front: Front) -> None:
+    def _check(self, front: LiveBalancer) -> None:
         """What a balancer has to be asked every second; who waits in vain is sent elsewhere, as far as it allows."""
         self._heap.at(self.now + CHECK_S, self._check, front)
         stranding = front.balancer.check(now=self.now)
@@ -494,7 +494,7 @@ class Fleet:
         front.balancer.transitions.clear()
         self._poll(front)
 
-    def _move(self, front: Front, server: LiveServer, flight: Flight) -> None:
+    def _move(self, front: LiveBalancer, server: LiveServer, flight: LiveJob) -> None:
         if flight.begun or flight.served.balancer != front.number:
             return
         if not front.balancer.is_stranded(_ticket(flight), now=self.now):
@@ -523,7 +523,7 @@ class Fleet:
             self._poll(front)
 
 
-def _ticket(flight: Flight) -> Ticket:
+def _ticket(flight: LiveJob) -> Ticket:
     assert flight.ticket is not None
     return flight.ticket
 
@@ -535,6 +535,6 @@ def _usage(served: Served, told: ToldUsage) -> Usage:
     return Usage(served.job.prompt_tokens, cached, served.job.answer.tokens)
 
 
-def _server(flight: Flight) -> LiveServer:
+def _server(flight: LiveJob) -> LiveServer:
     assert flight.server is not None
     return flight.server

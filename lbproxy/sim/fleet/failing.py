@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from lbproxy.sim.fleet.des import EventHeap
-from lbproxy.sim.fleet.fleet import Fault, FaultKind
+from lbproxy.sim.fleet.fleet import FaultKind, ServerFault
 from lbproxy.sim.fleet.live import LiveServer, page_of
 
 HUNG_SPEED = 1e-9
@@ -29,13 +29,13 @@ class Faults:
         self._lose_all = lose_all
         self._arm = arm
 
-    def plan(self, faults: Sequence[Fault]) -> None:
+    def plan(self, faults: Sequence[ServerFault]) -> None:
         """They begin and end in time."""
         for fault in faults:
             self._heap.at(fault.from_s, self._begin, fault)
             self._heap.at(fault.until_s, self._end, fault)
 
-    def _begin(self, fault: Fault) -> None:
+    def _begin(self, fault: ServerFault) -> None:
         server, now = self._servers[fault.server], self._heap.now
         if fault.speed is not None:
             server.engine.set_speed(server.spec.speed * fault.speed, now=now)
@@ -54,7 +54,7 @@ class Faults:
             self._lose_all(server)
         self._arm(server)
 
-    def _end(self, fault: Fault) -> None:
+    def _end(self, fault: ServerFault) -> None:
         server = self._servers[fault.server]
         if fault.speed is None and fault.kind is FaultKind.HUNG:
             self._lose_all(server)

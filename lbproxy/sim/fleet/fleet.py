@@ -14,7 +14,7 @@ from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.engine.engine import JITTER_SIGMA
 from lbproxy.sim.engine.fixed import FixedTimes
 from lbproxy.sim.engine.presets import Preset
-from lbproxy.sim.engine.sequence import Gauges
+from lbproxy.sim.engine.sequence import EngineGauges
 from lbproxy.sim.workloads.workload import Job
 
 TOKEN_BYTES = 4
@@ -45,7 +45,7 @@ class ToldUsage(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class SimulatedServer:
     """One simulated server."""
 
     preset: Preset
@@ -76,7 +76,7 @@ class Server:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Others:
+class OtherTraffic:
     """Requests that somebody else sends straight to one server: Poisson arrivals of one size, nothing shared. Times are
     virtual, from the begin of the simulation."""
 
@@ -108,7 +108,7 @@ class FaultKind(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class ServerFault:
     """What happens to one server for a while. Times are virtual, from the begin of the simulation."""
 
     server: int
@@ -121,7 +121,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exchanged:
+class ExchangeRules:
     """How balancers tell each other what they do."""
 
     interval_s: float = 0.05
@@ -150,9 +150,9 @@ class BalancerFault:
 class FleetOptions:
     """Everything about a simulated fleet but the policy and the workload."""
 
-    servers: tuple[Server, ...]
-    faults: tuple[Fault, ...] = ()
-    others: tuple[Others, ...] = ()
+    servers: tuple[SimulatedServer, ...]
+    faults: tuple[ServerFault, ...] = ()
+    others: tuple[OtherTraffic, ...] = ()
     """Traffic that balancers see in the servers' gauges alone, and that is in nobody's figures."""
     adapters: tuple[str, ...] = ()
     """LoRA adapters that every server with `max_loras` serves."""
@@ -174,7 +174,7 @@ class FleetOptions:
     """Granularity of the prompt's keys that the Balancer gets; a multiple of 16. 0 = it gets none."""
     balancers: int = 1
     """Each request comes to one of so many, at random."""
-    exchange: Exchanged | None = None
+    exchange: ExchangeRules | None = None
     """How balancers hear of the others' requests; None = not at all."""
     balancer_faults: tuple[BalancerFault, ...] = ()
     flow_rules: FlowRules | None = None
@@ -213,11 +213,11 @@ class Served:
     """When the last first leg was over."""
 
 
-class Sample(NamedTuple):
+class QueueSample(NamedTuple):
     """How long the queues were at a moment."""
 
     at: float
-    gauges: tuple[Gauges, ...]
+    gauges: tuple[EngineGauges, ...]
     """Of each server, in the order of the fleet."""
     waiting: int
     """Requests in the balancers' queues."""

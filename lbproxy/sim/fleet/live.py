@@ -19,12 +19,12 @@ from lbproxy.core.requests.retry import FailureKind
 from lbproxy.sim.engine.engine import SimRequest
 from lbproxy.sim.engine.model_server import ModelServer, make_server
 from lbproxy.sim.engine.presets import BLOCK_TOKENS
-from lbproxy.sim.engine.sequence import Gauges, Hold
-from lbproxy.sim.fleet.fleet import BASE_MODEL, CONNECTOR, FleetOptions, Reported, Served, Server
+from lbproxy.sim.engine.sequence import EngineGauges, Hold
+from lbproxy.sim.fleet.fleet import BASE_MODEL, CONNECTOR, FleetOptions, Reported, Served, SimulatedServer
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class LiveJob:
     """A job that has not ended."""
 
     served: Served
@@ -51,7 +51,7 @@ class LiveServer:
     """A simulated server and what the driver keeps of it."""
 
     number: int
-    spec: Server
+    spec: SimulatedServer
     engine: ModelServer
     uids: list[EndpointUid]
     """What each balancer calls it."""
@@ -63,21 +63,21 @@ class LiveServer:
     """What its metrics show instead of what is; None = what is."""
     wakes_at: float = float("inf")
     """When the engine's next event is that an event of ours is asked for; it arrives a network delay later."""
-    flights: dict[str, Flight] = field(default_factory=dict)
+    flights: dict[str, LiveJob] = field(default_factory=dict)
     """In the engine, by job."""
-    progress: deque[tuple[float, Flight]] = field(default_factory=deque)
+    progress: deque[tuple[float, LiveJob]] = field(default_factory=deque)
     """Streams by when their progress is due; as each is due again equally long after, in order."""
     thinking: dict[str, int] = field(default_factory=dict)
     """By job, how many tokens its client does not see; of those that have none that it sees."""
 
 
 @dataclass(slots=True, eq=False)
-class Front:
+class LiveBalancer:
     """One balancer and what the driver keeps of it."""
 
     number: int
     balancer: Balancer
-    waiting: dict[int, Flight] = field(default_factory=dict)
+    waiting: dict[int, LiveJob] = field(default_factory=dict)
     """By the identity of the ticket, which the flight holds."""
     timer_at: float = float("inf")
     alive: bool = True
@@ -85,7 +85,7 @@ class Front:
     """When a balancer before this one died."""
 
 
-def introduce(front: Front, servers: Sequence[LiveServer], options: FleetOptions, *, now: float) -> None:
+def introduce(front: LiveBalancer, servers: Sequence[LiveServer], options: FleetOptions, *, now: float) -> None:
     """Tell a new balancer which servers there are, and each server what the balancer calls it. After the balancers with
     lower numbers: all of them number the same list in the same order.
     """
@@ -114,7 +114,7 @@ def introduce(front: Front, servers: Sequence[LiveServer], options: FleetOptions
         balancer.report_models(endpoint.uid, cards if server.spec.preset.max_loras else cards[:1])
 
 
-def engine_of(spec: Server, rng: random.Random | None) -> ModelServer:
+def engine_of(spec: SimulatedServer, rng: random.Random | None) -> ModelServer:
     """What computes a server's responses. Without `rng` nothing in it is left to chance."""
     return make_server(
         spec.preset,
@@ -148,9 +148,9 @@ def page_of(server: LiveServer, now: float) -> LoadMetrics:
     )
 
 
-def _reported(true: Gauges, how: Reported) -> Gauges:
+def _reported(true: EngineGauges, how: Reported) -> EngineGauges:
     if how is Reported.IN_FLIGHT:
         return true._replace(waiting=true.waiting + true.running, running=0)
     if how is Reported.TWICE:
         return true._replace(waiting=2 * true.waiting, running=2 * true.running)
-    return true if how is Reported.TRUE else Gauges()
+    return true if how is Reported.TRUE else EngineGauges()

@@ -30,12 +30,12 @@ from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.prompt_keys import BLOCK_BYTES
 from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.sim.engine.engine import Engine, SimRequest
-from lbproxy.sim.engine.foresight import Foreseen, Work, foresee, slot_free_at
+from lbproxy.sim.engine.foresight import Foreseen, PendingPrefill, foresee, slot_free_at
 from lbproxy.sim.engine.presets import BLOCK_TOKENS
-from lbproxy.sim.engine.sequence import Outlook, Phase, Running
+from lbproxy.sim.engine.sequence import Outlook, Running, SequencePhase
 from lbproxy.sim.fleet.cluster import Fleet
 from lbproxy.sim.fleet.fleet import FleetOptions
-from lbproxy.sim.fleet.live import Flight, Front, LiveServer
+from lbproxy.sim.fleet.live import LiveBalancer, LiveJob, LiveServer
 from lbproxy.sim.workloads.workload import Workload
 
 ORACLES = ("oracle", "oracle, late")
@@ -78,14 +78,14 @@ class Sight:
         before = [self._waiting(one, outlook) for one in outlook.queue if _takes_part(one, outlook)]
         before += [_work(sent, self._queued[sent.id][1], at + api_s) for at, sent in self._sent.values()]
         if reserved >= 1.0:
-            before.append(Work(now, int(reserved), 0, 0, 1))
+            before.append(PendingPrefill(now, int(reserved), 0, 0, 1))
         ready_at = slot_free_at(outlook, work.adapter, now + self._network_s + api_s)
         found = foresee(outlook, before, _work(work, cached, ready_at))
         load_s = outlook.lora.load_ms(work.adapter) * outlook.seconds_per_ms
         return Foreseen(found.begins_at, found.first_at + load_s + self._network_s)
 
     def _refresh(self, outlook: Outlook, now: float) -> None:
-        here = {one.request.id for one in outlook.queue if one.phase is not Phase.GONE}
+        here = {one.request.id for one in outlook.queue if one.phase is not SequencePhase.GONE}
         for name in [name for name, (at, _) in self._sent.items() if at < now or name in here]:
             del self._sent[name]
         for name in [name for name in self._queued if name not in here and name not in self._sent]:
@@ -93,14 +93,16 @@ class Sight:
         if not self._queued:
             self._coming.clear()
 
-    def _waiting(self, one: Running, outlook: Outlook) -> Work:
+    def _waiting(self, one: Running, outlook: Outlook) -> PendingPrefill:
         request = one.request
         if request.id in self._queued:
             return _work(request, self._queued[request.id][1], one.ready_at)
         # Preempted: it comes back with what it has said.
         cached = len(outlook.pool.match(request.block_hashes, (one.known_tokens - 1) // BLOCK_TOKENS)) * BLOCK_TOKENS
         blocks = (one.known_tokens - cached) // BLOCK_TOKENS + 1
-        return Work(one.ready_at, one.known_tokens - cached, cached, blocks, request.output_tokens - one.generated)
+        return PendingPrefill(
+            one.ready_at, one.known_tokens - cached, cached, blocks, request.output_tokens - one.generated
+        )
 
 
 class Oracle(Policy):
@@ -228,11 +230,11 @@ class OracleFleet(Fleet):
         for balancer in balancers:
             balancer.consult(self._oracle)
 
-    def _submit(self, front: Front, flight: Flight, avoid: frozenset[EndpointUid]) -> None:
+    def _submit(self, front: LiveBalancer, flight: LiveJob, avoid: frozenset[EndpointUid]) -> None:
         self._oracle.expect(flight.work)
         super()._submit(front, flight, avoid)
 
-    def _close(self, flight: Flight, outcome: Outcome, usage: Usage | None = None) -> None:
+    def _close(self, flight: LiveJob, outcome: Outcome, usage: Usage | None = None) -> None:
         super()._close(flight, outcome, usage)
         self._oracle.forget(flight.work.id)
 
@@ -245,7 +247,7 @@ def _engine(server: LiveServer) -> Engine:
 
 def _takes_part(one: Running, outlook: Outlook) -> bool:
     """Whether a queued request will not be passed over for want of a slot for its adapter."""
-    return one.phase is not Phase.GONE and outlook.lora.fits(one.request.adapter)
+    return one.phase is not SequencePhase.GONE and outlook.lora.fits(one.request.adapter)
 
 
 def _prompt_blocks(work: SimRequest) -> Sequence[int]:
@@ -253,6 +255,6 @@ def _prompt_blocks(work: SimRequest) -> Sequence[int]:
     return work.block_hashes[: (work.prompt_tokens - 1) // BLOCK_TOKENS]
 
 
-def _work(work: SimRequest, cached: int, ready_at: float) -> Work:
+def _work(work: SimRequest, cached: int, ready_at: float) -> PendingPrefill:
     uncached = work.prompt_tokens - cached
-    return Work(ready_at, uncached, cached, uncached // BLOCK_TOKENS + 1, work.output_tokens)
+    return PendingPrefill(ready_at, uncached, cached, uncached // BLOCK_TOKENS + 1, work.output_tokens)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from lbproxy.sim.engine.engine import RequestTooLong, SimRequest
 from lbproxy.sim.fleet.des import EventHeap
-from lbproxy.sim.fleet.fleet import Others
+from lbproxy.sim.fleet.fleet import OtherTraffic
 from lbproxy.sim.fleet.live import LiveServer
 
 NAME = "others-"
@@ -21,7 +21,7 @@ class OthersTraffic:
     def __init__(
         self,
         heap: EventHeap,
-        others: Others,
+        others: OtherTraffic,
         server: LiveServer,
         arm: Callable[[LiveServer], None],
         *,

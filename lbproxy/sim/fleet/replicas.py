@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several balancers before one fleet, and what they tell each other: the real batches, over a network with faults.
 
-Balancers that share nothing ruin every kind of prefix routing: each fills all caches with its own view. With an
-`Exchange` each makes batches of what it did (`core.replicas`) at the same interval, not at the same moments; they
-arrive later as bytes, and some of them never, twice, or after batches that were sent later.
+Balancers that share nothing ruin every kind of prefix routing: each fills all caches with its own view. With a
+`ReplicaExchange` each makes batches of what it did (`core.replicas`) at the same interval, not at the same moments;
+they arrive later as bytes, and some of them never, twice, or after batches that were sent later.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lbproxy.core.replicas.peers import Peers
 from lbproxy.core.saved.lines import encode as encode_piece
 from lbproxy.core.saved.lines import read_lines
 from lbproxy.sim.fleet.des import EventHeap
-from lbproxy.sim.fleet.fleet import Exchanged
+from lbproxy.sim.fleet.fleet import ExchangeRules
 
 LOST_S = 3.0
 """A replica that is not heard of for this long is gone."""
@@ -53,10 +53,10 @@ class Traffic:
     late: int = 0
 
 
-class Exchange:
+class ReplicaExchange:
     """What balancers tell each other."""
 
-    def __init__(self, heap: EventHeap, options: Exchanged, heard: Callable[[int], None], *, seed: int) -> None:
+    def __init__(self, heap: EventHeap, options: ExchangeRules, heard: Callable[[int], None], *, seed: int) -> None:
         """`heard` is called with the number of each balancer that heard something."""
         self._heap = heap
         self._options = options

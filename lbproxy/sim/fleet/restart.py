@@ -19,8 +19,8 @@ from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.saved.lines import encode, read_lines
 from lbproxy.sim.engine.presets import Preset
 from lbproxy.sim.fleet.cluster import Fleet
-from lbproxy.sim.fleet.fleet import FleetOptions, Served, Server
-from lbproxy.sim.fleet.live import Flight, Front, engine_of, introduce
+from lbproxy.sim.fleet.fleet import FleetOptions, Served, SimulatedServer
+from lbproxy.sim.fleet.live import LiveBalancer, LiveJob, engine_of, introduce
 from lbproxy.sim.workloads.workload import Workload
 
 
@@ -79,7 +79,7 @@ class RestartedFleet(Fleet):
         """The size of the data."""
         return sum(map(len, self._lines))
 
-    def _front(self, rng: random.Random) -> Front:
+    def _front(self, rng: random.Random) -> LiveBalancer:
         rng.randrange(1)  # as without a restart
         return self._fronts[-1]
 
@@ -103,14 +103,14 @@ class RestartedFleet(Fleet):
         """The server's process ends, and another engine starts."""
         server = self._servers[new.server]
         self._lose_all(server)
-        server.spec = Server(new.preset, new.speed)
+        server.spec = SimulatedServer(new.preset, new.speed)
         server.engine = engine_of(server.spec, random.Random(f"{self._seed}:new engine:{new.server}"))
         server.wakes_at = float("inf")
         if new.reports_start:
             server.started_at = self.now
 
-    def _new_front(self) -> Front:
-        front = Front(1, self._new_balancer(1))
+    def _new_front(self) -> LiveBalancer:
+        front = LiveBalancer(1, self._new_balancer(1))
         introduce(front, self._servers, self._options, now=self.now)
         self._asking.start([front], self._servers, random.Random(f"{self._seed}:clocks:1"))
         self._heap.at(self.now + CHECK_S, self._check, front)
@@ -121,7 +121,7 @@ class RestartedFleet(Fleet):
                 pass
         return front
 
-    def _break(self, old: Front, flight: Flight) -> None:
+    def _break(self, old: LiveBalancer, flight: LiveJob) -> None:
         """A request of the old balancer breaks, and its client sends it again."""
         served, server = flight.served, flight.server
         old.waiting.pop(id(flight.ticket), None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
-from lbproxy.sim.mock.apis.fields import ApiError, Json
+from lbproxy.sim.mock.apis.fields import EngineError, Json
 
 MAX_ADAPTERS = 1024
 MAX_SERIES = 64
@@ -55,7 +55,7 @@ class Adapters:
         if not name:
             raise _wrong("'lora_name' needs to be provided to unload a LoRA adapter.")
         if name not in self._paths:
-            raise ApiError(404, f"The lora adapter '{name}' cannot be found.", "NotFoundError")
+            raise EngineError(404, f"The lora adapter '{name}' cannot be found.", "NotFoundError")
         del self._paths[name]
         return name, f"Success: LoRA adapter '{name}' removed successfully."
 
@@ -101,9 +101,9 @@ class Adapters:
 def _text(fields: Json, name: str) -> str:
     value = fields.get(name)
     if value is not None and not isinstance(value, str):
-        raise ApiError(400, f"1 validation error:\n  '{name}': Input should be a valid string", "Bad Request", name)
+        raise EngineError(400, f"1 validation error:\n  '{name}': Input should be a valid string", "Bad Request", name)
     return value or ""
 
 
-def _wrong(message: str) -> ApiError:
-    return ApiError(400, message, "InvalidUserInput")
+def _wrong(message: str) -> EngineError:
+    return EngineError(400, message, "InvalidUserInput")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from lbproxy.core.engines.orca import KV_UTILIZATION, WAITING
-from lbproxy.sim.engine.engine import Gauges
+from lbproxy.sim.engine.engine import EngineGauges
 from lbproxy.sim.engine.presets import BLOCK_TOKENS
 
 Labels: TypeAlias = Mapping[str, str]
@@ -27,7 +27,7 @@ class Page:
 
     model: str
     kv_blocks: int
-    ranks: Sequence[Gauges]
+    ranks: Sequence[EngineGauges]
     """Of each data-parallel rank; of a server without, one."""
     finished: Mapping[str, int] = field(default_factory=dict)
     """Requests that ended, by finish reason."""
@@ -92,7 +92,7 @@ def render(page: Page) -> bytes:
     return "".join(lines).encode()
 
 
-def _by_reason(ranks: Iterable[tuple[Labels, Gauges]]) -> Iterable[str]:
+def _by_reason(ranks: Iterable[tuple[Labels, EngineGauges]]) -> Iterable[str]:
     samples = [
         ({**name, "reason": reason}, value)
         for name, gauges in ranks
@@ -117,7 +117,7 @@ def _started(page: Page) -> Iterable[str]:
         yield sample("process_start_time_seconds", {}, page.started_at)
 
 
-def load_report(form: str, gauges: Gauges) -> str | None:
+def load_report(form: str, gauges: EngineGauges) -> str | None:
     """What vLLM writes into `endpoint-load-metrics` when it is asked in this form; None: it does not know the form."""
     named = {WAITING: float(gauges.waiting), KV_UTILIZATION: float(gauges.kv_usage)}
     match form.lower():

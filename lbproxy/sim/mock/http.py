@@ -24,8 +24,8 @@ from lbproxy.sim.engine.model_server import ModelServer, make_server
 from lbproxy.sim.engine.presets import BLOCK_TOKENS
 from lbproxy.sim.engine.ranks import RankedEngine
 from lbproxy.sim.mock.adapters import LOAD_PATH, UNLOAD_PATH, Adapters
-from lbproxy.sim.mock.apis.fields import ApiError
-from lbproxy.sim.mock.connectors.legs import Connector
+from lbproxy.sim.mock.apis.fields import EngineError
+from lbproxy.sim.mock.connectors.legs import ServerConnector
 from lbproxy.sim.mock.connectors.mooncake import Mooncake
 from lbproxy.sim.mock.connectors.nixl import Nixl
 from lbproxy.sim.mock.connectors.sglang import Sglang
@@ -39,8 +39,8 @@ from lbproxy.sim.mock.serving.desk import Desk, client_request_id, detail, field
 from lbproxy.sim.mock.serving.driver import Driver
 from lbproxy.sim.mock.serving.generation import Generation
 from lbproxy.sim.mock.serving.provider import API, Provider
-from lbproxy.sim.mock.serving.published import CLEAR_PATH, Published
-from lbproxy.sim.mock.serving.reading import Reading
+from lbproxy.sim.mock.serving.published import CLEAR_PATH, PublishedKv
+from lbproxy.sim.mock.serving.reading import RequestHandlers
 from lbproxy.sim.mock.serving.realtime import Realtime
 from lbproxy.sim.mock.serving.responses import Responses
 from lbproxy.sim.mock.serving.sleep import SleepMode
@@ -71,7 +71,7 @@ class MockServer:
             speed=options.speed,
             rng=random.Random(options.seed),
         )
-        self.published = Published(options, engine)
+        self.published = PublishedKv(options, engine)
         self.driver = Driver(engine, options.speed, self._stepped)
         self.connector = make_connector(options, self.driver)
         self.sleep = SleepMode(options, self.driver, self.published.clear)
@@ -141,7 +141,7 @@ class MockServer:
     def _application(self) -> web.Application:
         api = [
             *Generation(self._desk).routes(),
-            *Reading(self._desk).routes(),
+            *RequestHandlers(self._desk).routes(),
             *Responses(self._desk).routes(),
             *Realtime(self._desk).routes(),
         ]
@@ -270,7 +270,7 @@ class MockServer:
         return json_response(orjson.dumps({"version": VERSION}))
 
 
-def make_connector(options: MockOptions, driver: Driver) -> Connector:
+def make_connector(options: MockOptions, driver: Driver) -> ServerConnector:
     """What the options say."""
     match options.connector:
         case "nixl":
@@ -282,7 +282,7 @@ def make_connector(options: MockOptions, driver: Driver) -> Connector:
         case "sglang" if options.role != "both":
             return Sglang(options, driver)
         case _:
-            return Connector()
+            return ServerConnector()
 
 
 async def serve(options: MockOptions) -> None:
@@ -296,7 +296,7 @@ async def _vllm_errors(request: web.Request, handler: Handler) -> web.StreamResp
     """Every refusal in the shape that vLLM gives it: its own for the API, FastAPI's for unknown routes."""
     try:
         return await handler(request)
-    except ApiError as error:
+    except EngineError as error:
         return json_response(error.body(), error.status)
     except web.HTTPException as error:
         response = detail(error.reason, error.status)

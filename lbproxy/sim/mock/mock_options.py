@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from lbproxy.sim.engine.fixed import FixedTimes, Form
+from lbproxy.sim.engine.fixed import FirstTokenSpread, FixedTimes
 from lbproxy.sim.engine.presets import PRESETS, Preset
 from lbproxy.sim.mock.adapters import MAX_ADAPTERS, Adapters
 from lbproxy.sim.mock.faults import parse_faults
@@ -48,7 +48,7 @@ class MockOptions:
     ttft_spread: float = 0.0
     """How much `ttft` varies, as `ttft_form` says."""
     ttft_form: Literal["uniform", "lognormal", "bimodal", "heavy", "prompt"] = "uniform"
-    """See `Form`."""
+    """See `FirstTokenSpread`."""
     token_time: float = 0.02
     """With `ttft`: seconds from each token to the next."""
     speed: float = 1.0
@@ -196,7 +196,7 @@ class MockOptions:
         """Those of a server whose times are fixed; None = it is an engine."""
         if self.ttft is None:
             return None
-        form, spread = Form(self.ttft_form), self.ttft_spread
+        form, spread = FirstTokenSpread(self.ttft_form), self.ttft_spread
         return FixedTimes(ttft_s=self.ttft, ttft_spread=spread, form=form, token_s=self.token_time)
 
     def hardware(self) -> Preset:

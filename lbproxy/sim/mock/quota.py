@@ -19,7 +19,7 @@ from lbproxy.sim.mock.apis.fields import Json
 _LENGTHS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
 
 
-class Refusal(NamedTuple):
+class QuotaRefusal(NamedTuple):
     """Why a request must wait."""
 
     kind: str
@@ -38,14 +38,14 @@ class Quota:
     requests: Bucket | None = None
     tokens: Bucket | None = None
 
-    def take(self, tokens: int, now: float) -> Refusal | None:
+    def take(self, tokens: int, now: float) -> QuotaRefusal | None:
         """Charge one request of so many tokens, or say why not."""
         asked = [("requests", self.requests, 1), ("tokens", self.tokens, tokens)]
         limits = [(kind, bucket, amount) for kind, bucket, amount in asked if bucket is not None]
         for kind, bucket, amount in limits:
             wait_s = inf if amount > bucket.size else bucket.wait_s(amount, now)
             if wait_s > 0.0:
-                return Refusal(kind, int(bucket.size), ceil(bucket.used(now)), amount, wait_s)
+                return QuotaRefusal(kind, int(bucket.size), ceil(bucket.used(now)), amount, wait_s)
         for _, bucket, amount in limits:
             bucket.take(amount, now)
         return None

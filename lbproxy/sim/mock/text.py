@@ -41,7 +41,7 @@ _SHORTEST_SENTENCE = min(map(len, _SENTENCES))
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class PlannedAnswer:
     """What the server will say, known before it says the first token."""
 
     text: bytes
@@ -107,7 +107,7 @@ def _header(role: str) -> bytes:
     return pad(f"<|im_start|>{role}\n".encode(), b"\n")
 
 
-def answer(prompt: bytes, key: str, *, max_tokens: int, natural_end: bool, stop: Sequence[str]) -> Answer:
+def answer(prompt: bytes, key: str, *, max_tokens: int, natural_end: bool, stop: Sequence[str]) -> PlannedAnswer:
     """The response to a prompt: at most `max_tokens` of it, less if it comes to its natural end or to a stop string.
 
     `key` is whatever else the response depends on: seeds, the number of the choice. Under the same key a shorter answer
@@ -125,8 +125,8 @@ def answer(prompt: bytes, key: str, *, max_tokens: int, natural_end: bool, stop:
     if found:
         at, word = min(found)
         generated = text[: token_count(at + len(word)) * TOKEN_BYTES]
-        return Answer(text[:at], token_count(len(generated)), "stop", word, generated)
-    return Answer(text, token_count(len(text)), "stop" if ended else "length", None, text)
+        return PlannedAnswer(text[:at], token_count(len(generated)), "stop", word, generated)
+    return PlannedAnswer(text, token_count(len(text)), "stop" if ended else "length", None, text)
 
 
 def _sentences(choices: bytes, at_least: int) -> bytes:

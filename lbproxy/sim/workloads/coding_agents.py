@@ -44,7 +44,7 @@ from lbproxy.sim.workloads.prompts import Piece, size
 from lbproxy.sim.workloads.workload import ANSWER_IDS, Arrival, Job, lognormal
 
 
-class Role:
+class AgentRole:
     """The letters of `Job.roles`."""
 
     TOOLS: Final = "T"
@@ -139,7 +139,7 @@ class _Agent:
 
 
 @dataclass(slots=True, eq=False)
-class _User:
+class _AgentUser:
     """Has one session after the other."""
 
     number: int
@@ -154,8 +154,8 @@ class CodingAgents:
     def __init__(self, coding: Coding, seed: int) -> None:
         self._coding = coding
         self._seed = seed
-        self._users = [_User(number, count()) for number in range(coding.sessions)]
-        self._live: dict[str, tuple[_User, _Agent]] = {}
+        self._users = [_AgentUser(number, count()) for number in range(coding.sessions)]
+        self._live: dict[str, tuple[_AgentUser, _Agent]] = {}
         """By the job in flight."""
         self._begun = False
         self._began_at = 0.0
@@ -180,7 +180,7 @@ class CodingAgents:
         if agent.compacting:
             self._replace(agent, job.answer)
             return self._send(user, agent, now + START_S)
-        agent.add(Role.ASSISTANT, job.answer)
+        agent.add(AgentRole.ASSISTANT, job.answer)
         agent.turns -= 1
         if not agent.turns:
             return self._over(user, agent, now)
@@ -191,17 +191,17 @@ class CodingAgents:
 
     # Conversations
 
-    def _session(self, user: _User) -> _Agent:
+    def _session(self, user: _AgentUser) -> _Agent:
         user.sessions += 1
         name = f"{user.number}-{user.sessions}"
         agent = self._agent(user, name, name)
         project = agent.rng.randrange(self._coding.projects)
         agent.head = (*agent.head, Piece(_FIRST_NOTES + project, NOTES_TOKENS))
         agent.turns = _turns(agent.rng, self._coding.turns, TURNS_SIGMA, FEWEST_TURNS, MOST_TURNS)
-        agent.add_new(Role.USER, TASK_TOKENS, TASK_SIGMA, TASK_MOST)
+        agent.add_new(AgentRole.USER, TASK_TOKENS, TASK_SIGMA, TASK_MOST)
         return agent
 
-    def _agent(self, user: _User, name: str, session: str) -> _Agent:
+    def _agent(self, user: _AgentUser, name: str, session: str) -> _Agent:
         first = ANSWER_IDS + user.number * _USER_IDS + next(user.agents) * _AGENT_IDS
         return _Agent(
             name=name,
@@ -212,7 +212,7 @@ class CodingAgents:
             turns=1,
         )
 
-    def _delegate(self, user: _User, agent: _Agent, now: float) -> Sequence[Arrival]:
+    def _delegate(self, user: _AgentUser, agent: _Agent, now: float) -> Sequence[Arrival]:
         """Start sub-agents; the session goes on when the last of them has ended."""
         started: list[Arrival] = []
         agent.reports = [None] * agent.rng.randint(1, MOST_SUB_AGENTS)
@@ -220,11 +220,11 @@ class CodingAgents:
             sub = self._agent(user, f"{agent.name}-{agent.sent}.{place}", agent.session)
             sub.head, sub.parent, sub.place = agent.head, agent, place
             sub.turns = _turns(sub.rng, SUB_TURNS, SUB_TURNS_SIGMA, FEWEST_SUB_TURNS, MOST_SUB_TURNS)
-            sub.add_new(Role.USER, TASK_TOKENS, TASK_SIGMA, TASK_MOST)
+            sub.add_new(AgentRole.USER, TASK_TOKENS, TASK_SIGMA, TASK_MOST)
             started += self._send(user, sub, now + START_S)
         return started
 
-    def _over(self, user: _User, agent: _Agent, now: float) -> Sequence[Arrival]:
+    def _over(self, user: _AgentUser, agent: _Agent, now: float) -> Sequence[Arrival]:
         """A conversation has had its last response."""
         parent = agent.parent
         if parent is None:
@@ -234,16 +234,16 @@ class CodingAgents:
             return ()
         for report in parent.reports:
             assert report is not None
-            parent.add(Role.RESULT, report)
+            parent.add(AgentRole.RESULT, report)
         return self._send(user, parent, now + START_S)
 
     def _next(self, agent: _Agent, draw: float) -> float:
         """Append what follows a response: a tool's result, or what a person writes. How long that takes, in seconds."""
         coding = self._coding
         if agent.parent is None and draw < coding.delegate + coding.person_share:
-            agent.add_new(Role.USER, TASK_TOKENS, TASK_SIGMA, TASK_MOST)
+            agent.add_new(AgentRole.USER, TASK_TOKENS, TASK_SIGMA, TASK_MOST)
             return self._person(agent.rng)
-        agent.add_new(Role.RESULT, RESULT_TOKENS, RESULT_SIGMA, RESULT_MOST)
+        agent.add_new(AgentRole.RESULT, RESULT_TOKENS, RESULT_SIGMA, RESULT_MOST)
         return min(TOOL_MOST_S, coding.tool_s * agent.rng.lognormvariate(0.0, TOOL_SIGMA))
 
     def _person(self, rng: random.Random) -> float:
@@ -254,7 +254,7 @@ class CodingAgents:
         for _ in range(turns):
             if self._too_long(agent):
                 self._replace(agent, Piece(next(agent.ids), _summary(agent.rng)))
-            agent.add(Role.ASSISTANT, Piece(next(agent.ids), _output(agent.rng)))
+            agent.add(AgentRole.ASSISTANT, Piece(next(agent.ids), _output(agent.rng)))
             self._next(agent, agent.rng.uniform(self._coding.delegate, 1.0))
         agent.turns -= turns
 
@@ -264,18 +264,18 @@ class CodingAgents:
     @staticmethod
     def _replace(agent: _Agent, summary: Piece) -> None:
         """The conversation is its summary from now on."""
-        agent.said, agent.roles, agent.compacting = [summary], [Role.USER], False
+        agent.said, agent.roles, agent.compacting = [summary], [AgentRole.USER], False
 
     # Requests
 
-    def _send(self, user: _User, agent: _Agent, at: float) -> Sequence[Arrival]:
+    def _send(self, user: _AgentUser, agent: _Agent, at: float) -> Sequence[Arrival]:
         """The agent's next request: its turn, or a compaction before it."""
         since = at - self._began_at
         if since >= self._coding.duration_s:
             return ()
         if self._too_long(agent):
             agent.compacting = True
-            agent.add(Role.USER, Piece(next(agent.ids), SUMMARISE_TOKENS))
+            agent.add(AgentRole.USER, Piece(next(agent.ids), SUMMARISE_TOKENS))
         agent.sent += 1
         tokens = _summary(agent.rng) if agent.compacting else _output(agent.rng)
         job = Job(
@@ -284,7 +284,7 @@ class CodingAgents:
             Piece(next(agent.ids), tokens),
             session=agent.session,
             phase="warm-up" if since < self._coding.warm_up_s else "",
-            roles=Role.TOOLS + Role.SYSTEM + Role.USER + "".join(agent.roles),
+            roles=AgentRole.TOOLS + AgentRole.SYSTEM + AgentRole.USER + "".join(agent.roles),
         )
         self._live[job.id] = user, agent
         return ((at, job),)

@@ -35,8 +35,8 @@ class Job:
     phase: str = ""
     """Which part of the workload it belongs to, for the report; phases that start with `warm-up` are left out of it."""
     roles: str = ""
-    """What each piece of the prompt is in a conversation, a letter each (`coding_agents.Role`), to write a request body
-    from; empty = not known."""
+    """What each piece of the prompt is in a conversation, a letter each (`AgentRole`), to write a request body from;
+    empty = not known."""
     flow: str = "anonymous"
     """Whose it is."""
     priority: int | None = None

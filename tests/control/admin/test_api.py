@@ -23,9 +23,9 @@ from lbproxy.config.tree import Settings
 from lbproxy.control.admin import connections, feed
 from lbproxy.control.admin.api import Api
 from lbproxy.control.admin.server import Admin
-from lbproxy.control.admin.state import State
+from lbproxy.control.admin.state import ShownState
 from lbproxy.control.discovery.overlay import Overlay, UnknownEntryError
-from lbproxy.control.families.common import Loads, Totals
+from lbproxy.control.families.common import Loads, RequestTotals
 from lbproxy.control.families.requests import FIRST_BYTE_BUCKETS
 from lbproxy.control.telemetry.history import STEPS, History, quantile_ms
 from lbproxy.control.telemetry.recent import FULL, MAX_TRANSITIONS, REFUSED, WAITS, Recent
@@ -104,7 +104,7 @@ class Site:
         self.steering = FakeSteering(pool.runtime)
         self.recent = Recent(100, pool.runtime.now, self.front.running_records)
         loads = Loads()
-        state = State(
+        state = ShownState(
             pool.runtime,
             self.front,
             self.recent,
@@ -112,7 +112,7 @@ class Site:
             origin=self.steering.origin,
             loads=loads,
         )
-        history = History(lambda: Totals([0] * 12, 0), pool.runtime.snapshot)
+        history = History(lambda: RequestTotals([0] * 12, 0), pool.runtime.snapshot)
         self.api = Api(pool.runtime, state, history, self.steering)
         self.admin = Admin(pool.runtime, self.front, FakePages(), None, self.api)
 
@@ -491,12 +491,12 @@ def test_transitions_are_bounded() -> None:
 
 
 def test_history_is_what_was_counted_since_the_last_step() -> None:
-    counted = [Totals([0] * (len(FIRST_BYTE_BUCKETS) + 1), 0)]
+    counted = [RequestTotals([0] * (len(FIRST_BYTE_BUCKETS) + 1), 0)]
 
     async def main() -> None:
         async with site() as (made, _):
             history = History(lambda: counted[-1], made.rig.runtime.snapshot)
-            counted.append(Totals([*counted[0].first_bytes], 50, requests=10, errors=2, rejected=1))
+            counted.append(RequestTotals([*counted[0].first_bytes], 50, requests=10, errors=2, rejected=1))
             counted[-1].first_bytes[2] = 4  # from 25 to 50 ms
             history.sample(5.0)
             (point,) = history.points

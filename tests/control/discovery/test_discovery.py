@@ -11,7 +11,7 @@ import pytest
 from lbproxy.config.parse import parse
 from lbproxy.config.text import ConfigError
 from lbproxy.control.discovery.discovery import Discovery
-from lbproxy.control.discovery.dns_answers import EMPTY, Answer, Lookup, answer
+from lbproxy.control.discovery.dns_answers import EMPTY, DnsAnswer, Lookup, answer
 from lbproxy.control.discovery.known_names import KnownName
 from lbproxy.core.endpoints.credentials import ApiKey, Tls
 from lbproxy.core.endpoints.endpoint import EndpointSpec
@@ -92,7 +92,7 @@ def test_the_addresses_of_a_name_must_have_its_certificate() -> None:
     discovery = Discovery(parse(text, environ={}), random.Random(1))
     for name in discovery.names:
         assert isinstance(name, KnownName)
-        name.hear(Lookup(answer(["10.0.0.1"]), Answer(EMPTY)), tuple)
+        name.hear(Lookup(answer(["10.0.0.1"]), DnsAnswer(EMPTY)), tuple)
     assert [(one.base_url, one.tls) for one in discovery.endpoints()] == [
         ("https://10.0.0.1:8443", Tls(server_name="vllm.test")),
         ("https://10.0.0.1:443", Tls(server_name="c.test")),

@@ -19,7 +19,7 @@ from lbproxy.control.discovery.dns_answers import (
     NXDOMAIN,
     OK,
     TIMEOUT,
-    Answer,
+    DnsAnswer,
     Lookup,
     answer,
     usable_address,
@@ -39,7 +39,7 @@ def says(*addresses: str) -> Lookup:
 
 
 def both(result: str) -> Lookup:
-    return Lookup(Answer(result, detail=f"because {result}"), Answer(result, detail=f"because {result}"))
+    return Lookup(DnsAnswer(result, detail=f"because {result}"), DnsAnswer(result, detail=f"because {result}"))
 
 
 class Heard(KnownName):
@@ -105,14 +105,14 @@ def test_a_name_comes_back_from_an_empty_set() -> None:
 
 def test_a_family_that_fails_keeps_what_was_known_of_it() -> None:
     """Some nameservers never answer about AAAA."""
-    half = Lookup(answer(("10.0.0.2",)), Answer(TIMEOUT, detail="slow"))
+    half = Lookup(answer(("10.0.0.2",)), DnsAnswer(TIMEOUT, detail="slow"))
     name = Heard(says("10.0.0.1", "fd00::1"), half)
     assert name.hosts == ["10.0.0.2", "[fd00::1]"]
     assert name.problem is None
 
 
 def test_nothing_but_a_failure_and_an_empty_answer_is_a_failure() -> None:
-    half = Lookup(Answer(EMPTY), Answer(TIMEOUT, detail="slow"))
+    half = Lookup(DnsAnswer(EMPTY), DnsAnswer(TIMEOUT, detail="slow"))
     name = Heard(says("10.0.0.1", "fd00::1"), *[half] * 5, down=["10.0.0.1:8000", "[fd00::1]:8000"])
     assert name.hosts == ["10.0.0.1", "[fd00::1]"]
     assert (name.results, name.problem) == ({OK: 1, TIMEOUT: 5}, "slow")
@@ -120,7 +120,7 @@ def test_nothing_but_a_failure_and_an_empty_answer_is_a_failure() -> None:
 
 def test_nxdomain_about_one_family_does_not_hide_the_other() -> None:
     """Some nameservers say so of a name without AAAA."""
-    assert Heard(Lookup(answer(("10.0.0.1",)), Answer(NXDOMAIN))).hosts == ["10.0.0.1"]
+    assert Heard(Lookup(answer(("10.0.0.1",)), DnsAnswer(NXDOMAIN))).hosts == ["10.0.0.1"]
 
 
 @pytest.mark.parametrize(

@@ -16,23 +16,23 @@ from lbproxy.control.discovery.dns_answers import (
     NXDOMAIN,
     OK,
     TIMEOUT,
-    Answer,
+    DnsAnswer,
     Lookup,
-    Server,
     Services,
+    SrvRecord,
     answer,
 )
 from lbproxy.control.discovery.known_names import MAX_TARGETS, KnownService, known_of
 
 NAME = "srv+http://_vllm._tcp.llm.test"
-NOBODY = Lookup(Answer(NXDOMAIN, detail="no such name"), Answer(NXDOMAIN, detail="no such name"))
-SILENCE = Lookup(Answer(TIMEOUT, detail="silence"), Answer(TIMEOUT, detail="silence"))
+NOBODY = Lookup(DnsAnswer(NXDOMAIN, detail="no such name"), DnsAnswer(NXDOMAIN, detail="no such name"))
+SILENCE = Lookup(DnsAnswer(TIMEOUT, detail="silence"), DnsAnswer(TIMEOUT, detail="silence"))
 
 
 def says(*records: str) -> Services:
     """Of records as `priority weight port target`."""
     read = [record.split() for record in records]
-    return Services(OK, tuple(sorted(Server(int(p), int(w), int(port), t) for p, w, port, t in read)))
+    return Services(OK, tuple(sorted(SrvRecord(int(p), int(w), int(port), t) for p, w, port, t in read)))
 
 
 def at(*addresses: str) -> Lookup:

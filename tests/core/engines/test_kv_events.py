@@ -16,13 +16,13 @@ from msgspec.msgpack import encode
 from lbproxy.core.engines.kv_events import (
     MAX_EVENTS,
     MAX_FRAME_BYTES,
+    BlocksStored,
     Cleared,
     KvEvent,
     KvEventError,
-    Message,
+    KvMessage,
     Problem,
     Removed,
-    Stored,
     decode_event,
     read_message,
     read_replayed,
@@ -68,7 +68,7 @@ def test_what_a_real_vllm_published_is_read() -> None:
         found = [decode_event(one) for one in split_batch(message.payload)]
         for event, shown in zip(found, line["decoded"][1], strict=True):
             if shown["type"] == "BlockStored":
-                assert event == Stored(shown["block_hashes"], 32, "GPU", 0)
+                assert event == BlocksStored(shown["block_hashes"], 32, "GPU", 0)
             else:
                 assert event == Removed(shown["block_hashes"], "GPU", 0)
     assert len(lines) == 5
@@ -85,9 +85,9 @@ def test_maps_and_arrays_say_the_same() -> None:
         {"type": "AllBlocksCleared"},
         ["AllBlocksCleared"],
     ) == [
-        Stored([1, 2], 16, "GPU", 0),
-        Stored([1, 2], 16, "GPU", 0),
-        Stored([1, 2], 16, "GPU", 0),
+        BlocksStored([1, 2], 16, "GPU", 0),
+        BlocksStored([1, 2], 16, "GPU", 0),
+        BlocksStored([1, 2], 16, "GPU", 0),
         Removed([3], "CPU", 2),
         Removed([3], "CPU", 0),
         Cleared("GPU"),
@@ -100,13 +100,13 @@ def test_unknown_types_and_keys_are_passed_over() -> None:
     assert events({"type": "BlockMoved", "block_hashes": "?"}, ["BlockMoved", 1], new) == [
         None,
         None,
-        Stored([1, 2], 16, "GPU", 0),
+        BlocksStored([1, 2], 16, "GPU", 0),
     ]
 
 
 def test_long_hashes_count_by_their_first_bytes() -> None:
     """vLLM's are 32 bytes of SHA-256 unless they are asked for as numbers."""
-    assert events({**STORED, "block_hashes": [(9).to_bytes(8) + b"x" * 24]}) == [Stored([9], 16, "GPU", 0)]
+    assert events({**STORED, "block_hashes": [(9).to_bytes(8) + b"x" * 24]}) == [BlocksStored([9], 16, "GPU", 0)]
 
 
 @pytest.mark.parametrize(
@@ -180,8 +180,8 @@ def test_messages_of_other_shapes_are_problems(frames: list[bytes]) -> None:
 def test_replays_of_old_and_new_publishers_are_read() -> None:
     """vLLM up to 0.24 and SGLang up to 0.5.21 send no topic."""
     five, end = (5).to_bytes(8), b"\xff" * 8
-    assert read_replayed([b"", b"t", five, b"x"]) == Message(b"t", 5, b"x")
-    assert read_replayed([b"", five, b"x"]) == Message(b"", 5, b"x")
+    assert read_replayed([b"", b"t", five, b"x"]) == KvMessage(b"t", 5, b"x")
+    assert read_replayed([b"", five, b"x"]) == KvMessage(b"", 5, b"x")
     assert read_replayed([b"", b"", end, b""]) is None
     assert read_replayed([b"", end, b""]) is None
     assert replay_request(5) == [b"", five]

@@ -15,7 +15,7 @@ from lbproxy.config.sections.engines import MetricRatio, MetricSpec, Signal
 from lbproxy.core.engines.dialects import ENGINES, SIGNALS, EngineTable
 from lbproxy.core.engines.exposition import Sample
 from lbproxy.core.engines.load_metrics import LoadMetrics, LoraMetrics
-from lbproxy.core.engines.readings import MAX_LORA, PageReader, Reading, select
+from lbproxy.core.engines.readings import MAX_LORA, PageReader, PageReading, select
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "metrics"
 VLLM = ENGINES["vllm"]
@@ -48,7 +48,7 @@ def changed(**signals: Signal) -> EngineTable:
     return dataclasses.replace(TABLE, **signals)  # type: ignore[arg-type]
 
 
-def read(page: str, table: EngineTable = TABLE, earlier: Iterable[tuple[float, str]] = ()) -> Reading:
+def read(page: str, table: EngineTable = TABLE, earlier: Iterable[tuple[float, str]] = ()) -> PageReading:
     """What a page says at 10 s, read after others."""
     reader = PageReader(table, keep_s=KEEP_S)
     for at, before in earlier:
@@ -65,13 +65,13 @@ def metrics(page: str, table: EngineTable = TABLE, earlier: Iterable[tuple[float
 # --- Recorded and documented pages ------------------------------------------------------------------------------------
 
 
-def of_page(name: str, engine: str) -> Reading:
+def of_page(name: str, engine: str) -> PageReading:
     """Of the server, without what is optional, which the expected load of so many pages would only repeat."""
     got = PageReader(ENGINES[engine], keep_s=0.0).read(recorded(name), scraped_at=5.0, wall_time=WALL_TIME)
     if got.metrics is None:
         return got
     bare = dataclasses.replace(got.metrics, work=None, stated_tokens=None, deferred=None, slots=None)
-    return Reading(bare, got.missing)
+    return PageReading(bare, got.missing)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ FIRST, SECOND = 1.79522408092e09, 1.79522494123e09
     ],
 )
 def test_vllm(name: str, expected: LoadMetrics) -> None:
-    assert of_page(name, "vllm") == Reading(expected, ())
+    assert of_page(name, "vllm") == PageReading(expected, ())
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_vllm(name: str, expected: LoadMetrics) -> None:
 )
 def test_sglang(name: str, expected: LoadMetrics) -> None:
     """0.5.10 says the block facts in labels, and each priority beside the total: added up, that would be doubled."""
-    assert of_page(name, "sglang") == Reading(expected, ())
+    assert of_page(name, "sglang") == PageReading(expected, ())
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_sglang(name: str, expected: LoadMetrics) -> None:
 )
 def test_other_engines(name: str, engine: str, expected: LoadMetrics) -> None:
     """Triton's two models: 0.5 of 3,000 blocks and 0.1 of 1,000 are 0.4 of 4,000."""
-    assert of_page(name, engine) == Reading(expected, ())
+    assert of_page(name, engine) == PageReading(expected, ())
 
 
 @pytest.mark.parametrize(
@@ -265,23 +265,23 @@ def test_of_ranks_that_do_not_divide_the_load_the_first_counts(label: str) -> No
 def test_triton_whose_labels_shifted_falls_back_to_the_ratio() -> None:
     """64 is no fraction, clamped to 1 it would say that the cache is full; 750 of 3,000 blocks are used."""
     got = of_page("documented/triton-tensorrt-llm-shifted", "triton-tensorrt-llm")
-    assert got == Reading(load(1.0, 5.0, 0.25, None, 3000), ("block_size_tokens",))
+    assert got == PageReading(load(1.0, 5.0, 0.25, None, 3000), ("block_size_tokens",))
 
 
 def test_trtllm_without_gauges_is_a_failed_scrape() -> None:
-    assert of_page("documented/trtllm-serve-1.1-without-gauges", "trtllm-serve") == Reading(None, SIGNALS)
+    assert of_page("documented/trtllm-serve-1.1-without-gauges", "trtllm-serve") == PageReading(None, SIGNALS)
 
 
 def test_data_parallel_ranks_are_summed_and_their_blocks_are_not() -> None:
     """4 + 4 run and 6 + 6 wait. Each rank's series already says 120 blocks for both, of 60 each."""
     got = of_page("vllm-0.32.0-dp2-load", "vllm")
-    assert got == Reading(load(12.0, 8.0, 0.4067796610169492, 32, 120, lora=lora("a", "b")), ())
+    assert got == PageReading(load(12.0, 8.0, 0.4067796610169492, 32, 120, lora=lora("a", "b")), ())
 
 
 def test_data_parallel_page_before_the_first_step_has_no_gauges() -> None:
     """A rank shows its gauges after its first step only. That is unknown, not idle."""
     got = of_page("vllm-0.32.0-dp2-idle", "vllm")
-    assert got == Reading(load(None, None, None, 32, 120), ("waiting", "running", "kv_utilization"))
+    assert got == PageReading(load(None, None, None, 32, 120), ("waiting", "running", "kv_utilization"))
 
 
 def test_new_name_wins_over_the_old_one() -> None:
@@ -332,7 +332,7 @@ def test_nothing_is_kept_of_another_process() -> None:
 
 
 def test_page_without_any_signal_is_a_failed_scrape_even_after_a_good_one() -> None:
-    assert read("q_by_reason 1\n", earlier=[(9.0, FULL)]) == Reading(None, SIGNALS)
+    assert read("q_by_reason 1\n", earlier=[(9.0, FULL)]) == PageReading(None, SIGNALS)
     assert read("process_start_time_seconds 5e8\n").metrics is None
 
 

@@ -11,7 +11,7 @@ from lbproxy.config.parse import parse
 from lbproxy.config.sections.engines import MetricRatio, MetricSpec
 from lbproxy.core.engines.dialects import ENGINES, SIGNALS, Engines, EngineTable, MetricsLocation
 from lbproxy.core.engines.load_metrics import LoadMetrics
-from lbproxy.core.engines.readings import PageReader, Reading
+from lbproxy.core.engines.readings import PageReader, PageReading
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "metrics"
 PAGES = sorted(FIXTURES.rglob("*.prom"))
@@ -22,7 +22,7 @@ def engines(text: str) -> Engines:
     return Engines(parse(f"endpoints: ['http://a']\nengines:\n{text}", environ={}).engines)
 
 
-def read(page: str, table: EngineTable) -> Reading:
+def read(page: str, table: EngineTable) -> PageReading:
     return PageReader(table, keep_s=0.0).read(page.encode(), scraped_at=1.0, wall_time=1e9)
 
 
@@ -48,7 +48,7 @@ def test_every_page_is_recognised(path: Path) -> None:
 )
 def test_other_pages_are_of_no_engine_and_a_failed_scrape(page: bytes) -> None:
     assert BUILT_IN.detect(page) is None
-    assert read(page.decode(), ENGINES["vllm"]) == Reading(None, SIGNALS)
+    assert read(page.decode(), ENGINES["vllm"]) == PageReading(None, SIGNALS)
 
 
 def test_on_the_endpoint_s_own_port_every_engine_is_recognised_whatever_the_path() -> None:
@@ -119,7 +119,7 @@ def test_an_engine_of_ones_own() -> None:
 """)
     page = 'q{kind="wait"} 3\nq{kind="run"} 2\nblocks{state="used"} 25\nblocks{state="all"} 100\nconfig{page="16"} 1\n'
     assert own.detect(page.encode()) == "my-server"
-    assert read(page, own.tables["my-server"]) == Reading(
+    assert read(page, own.tables["my-server"]) == PageReading(
         LoadMetrics(scraped_at=1.0, waiting=3.0, running=2.0, kv_utilization=0.25, block_size_tokens=16), ()
     )
 

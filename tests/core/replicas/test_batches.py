@@ -23,10 +23,10 @@ from lbproxy.core.replicas.batches import (
     Batch,
     BatchError,
     Began,
-    Ended,
     FlowUse,
-    Placed,
-    Stored,
+    RequestEnded,
+    RequestPlaced,
+    ResponseStored,
     decode,
     encode,
     pack_keys,
@@ -40,7 +40,7 @@ NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 KEYS = st.lists(st.integers(0, 2**64 - 1), max_size=5).map(tuple)
 PACKED = KEYS.map(pack_keys)
 PLACED = st.builds(
-    Placed,
+    RequestPlaced,
     number=COUNTS,
     endpoint=st.just(0),
     age_ms=AGES,
@@ -57,8 +57,8 @@ PLACED = st.builds(
     open_ended=st.booleans(),
 )
 USAGES = st.none() | st.tuples(*[st.none() | SIZES] * 3)
-ENDED = st.builds(Ended, COUNTS, AGES, st.booleans(), SIZES, USAGES)
-EVENTS = PLACED | st.builds(Began, COUNTS, AGES) | ENDED | st.builds(Stored, NAMES, st.just(0), SIZES, PACKED)
+ENDED = st.builds(RequestEnded, COUNTS, AGES, st.booleans(), SIZES, USAGES)
+EVENTS = PLACED | st.builds(Began, COUNTS, AGES) | ENDED | st.builds(ResponseStored, NAMES, st.just(0), SIZES, PACKED)
 USES = st.builds(FlowUse, SIZES, COUNTS, st.floats(0.0, 1e18), st.floats(0.0, 1e18))
 BATCHES = st.builds(
     Batch,
@@ -78,7 +78,7 @@ ANYTHING = st.recursive(
 )
 
 
-def placed(**changes: object) -> Placed:
+def placed(**changes: object) -> RequestPlaced:
     """A placement that is valid without the changes."""
     valid: dict[str, object] = {
         "number": 1,
@@ -97,7 +97,7 @@ def placed(**changes: object) -> Placed:
         "open_ended": False,
         "second_leg": False,
     }
-    return Placed(**{**valid, **changes})  # type: ignore[arg-type]
+    return RequestPlaced(**{**valid, **changes})  # type: ignore[arg-type]
 
 
 def batch(**changes: object) -> Batch:
@@ -217,9 +217,9 @@ WRONG: dict[str, Batch] = {
     "event too long": batch(events=[[2, 1, 0.0, 0]]),
     "endpoint without a url": batch(events=[placed(endpoint=1)]),
     "endpoint negative": batch(events=[placed(endpoint=-1)]),
-    "stored at no url": batch(events=[Stored("id", 1, 1, b"")]),
+    "stored at no url": batch(events=[ResponseStored("id", 1, 1, b"")]),
     "part of a key": batch(events=[placed(keys=bytes(KEY_BYTES + 1))]),
-    "part of a key of a stored response": batch(events=[Stored("id", 0, 1, bytes(3))]),
+    "part of a key of a stored response": batch(events=[ResponseStored("id", 0, 1, bytes(3))]),
     "too many keys": batch(events=[placed(keys=bytes(KEY_BYTES * (MAX_KEYS + 1)))]),
     "age NaN": batch(events=[placed(age_ms=math.nan)]),
     "age infinite": batch(events=[Began(1, math.inf)]),
@@ -230,8 +230,8 @@ WRONG: dict[str, Batch] = {
     "model too long": batch(events=[placed(model="m" * (MAX_NAME_CHARS + 1))]),
     "flow missing": batch(events=[placed(flow=None)]),
     "stream no boolean": batch(events=[placed(stream=0)]),
-    "usage too short": batch(events=[Ended(1, 0.0, True, 0, (1, 2))]),  # type: ignore[arg-type]
-    "usage negative": batch(events=[Ended(1, 0.0, True, 0, (1, -2, 3))]),
+    "usage too short": batch(events=[RequestEnded(1, 0.0, True, 0, (1, 2))]),  # type: ignore[arg-type]
+    "usage negative": batch(events=[RequestEnded(1, 0.0, True, 0, (1, -2, 3))]),
     "use NaN": batch(flows={"f": FlowUse(0, 0, math.nan, 0.0)}),
     "use infinite": batch(flows={"f": FlowUse(0, 0, 0.0, math.inf)}),
     "use negative": batch(flows={"f": FlowUse(-1, 0, 0.0, 0.0)}),

@@ -16,9 +16,9 @@ from lbproxy.core.replicas.batches import (
     MAX_SIZE,
     Batch,
     Began,
-    Ended,
-    Placed,
-    Stored,
+    RequestEnded,
+    RequestPlaced,
+    ResponseStored,
     Used,
     decode,
     encode,
@@ -46,7 +46,7 @@ def place(replica: Replica, count: int, now: float = 1.0, **request: object) -> 
 def events(batches: list[Batch]) -> list[str]:
     """Kinds and numbers."""
     return [
-        f"{type(one).__name__} {one.response_id if isinstance(one, Stored) else one.number}"
+        f"{type(one).__name__} {one.response_id if isinstance(one, ResponseStored) else one.number}"
         for batch in batches
         for one in batch.events
         if not isinstance(one, Used)
@@ -66,13 +66,13 @@ def test_the_life_of_a_request_is_told_with_ages() -> None:
     url = replica.endpoints[0].base_url
     assert (batch.replica, batch.number, batch.block_bytes, batch.urls) == ("me", 2, 1024, [url])
     placed, began, ended = batch.events
-    assert isinstance(placed, Placed)
+    assert isinstance(placed, RequestPlaced)
     assert unpack_keys(placed.keys) == chained((1, 2, 3))
     told = (placed.age_ms, placed.prompt_bytes, placed.model, placed.session, placed.flow, placed.max_tokens)
     assert told == (2000.0, 3072, "m", "s", "f", 7)
     assert (placed.stream, placed.media_tokens, placed.binary, placed.open_ended) == (True, 2, False, False)
     assert began == Began(1, 1500.0)
-    assert ended == Ended(1, 1000.0, True, 5, (700, 256, 9), 709.0)
+    assert ended == RequestEnded(1, 1000.0, True, 5, (700, 256, 9), 709.0)
     assert decode(encode(batch)) == batch
     assert not replica.journal.has_news
     assert replica.tells(4.0) == []
@@ -91,7 +91,7 @@ def test_a_request_that_fails_is_told_as_not_completed_and_without_usage() -> No
     (ticket,) = place(replica, 1)
     replica.balancer.close(ticket, Outcome.UPSTREAM_BROKE, now=1.0)
     (batch,) = replica.tells(1.0)
-    assert batch.events[-1] == Ended(1, 0.0, False, 0, None)
+    assert batch.events[-1] == RequestEnded(1, 0.0, False, 0, None)
 
 
 def test_a_request_that_is_refused_or_waits_is_not_told() -> None:
@@ -124,8 +124,8 @@ def test_names_and_counts_are_cut_to_what_others_accept() -> None:
     replica.balancer.close(ticket, Outcome.COMPLETED, now=1.0, usage=Usage(-5, None, MAX_SIZE + 1))
     (batch,) = replica.tells(1.0)
     placed, ended = decode(encode(batch)).events
-    assert isinstance(placed, Placed)
-    assert isinstance(ended, Ended)
+    assert isinstance(placed, RequestPlaced)
+    assert isinstance(ended, RequestEnded)
     assert (len(placed.session or ""), placed.max_tokens, placed.media_tokens) == (MAX_NAME_CHARS, MAX_SIZE, 0)
     assert ended.usage == (0, None, MAX_SIZE)
 
@@ -197,7 +197,7 @@ def test_a_reset_tells_what_is_in_flight_and_nothing_else() -> None:
     assert batch.is_reset
     assert batch.untold == 0
     assert events([batch]) == ["Placed 2", "Began 2", "Placed 3"]
-    assert [one.age_ms for one in batch.events if isinstance(one, Placed | Began)] == [1000.0, 750.0, 1000.0]
+    assert [one.age_ms for one in batch.events if isinstance(one, RequestPlaced | Began)] == [1000.0, 750.0, 1000.0]
 
 
 def test_a_reset_over_several_batches_says_how_much_is_missing() -> None:
@@ -321,7 +321,7 @@ def test_stored_responses_are_told_with_their_endpoint() -> None:
     replica.balancer.stored_responses.remember("resp-1", uid, ask(), now=1.0)
     (batch,) = replica.tells(1.0)
     (stored,) = batch.events
-    assert isinstance(stored, Stored)
+    assert isinstance(stored, ResponseStored)
     assert (stored.response_id, batch.urls[stored.endpoint], stored.prompt_bytes) == (
         "resp-1",
         replica.endpoints[0].base_url,

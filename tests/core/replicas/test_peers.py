@@ -14,7 +14,7 @@ from lbproxy.core.endpoints.health import Health
 from lbproxy.core.queue.flows import OTHERS
 from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.replicas import peers as module
-from lbproxy.core.replicas.batches import Batch, Ended, Placed
+from lbproxy.core.replicas.batches import Batch, RequestEnded, RequestPlaced
 from lbproxy.core.replicas.journal import EVENTS_IN_BATCH
 from lbproxy.core.replicas.peers import MAX_PEERS
 from lbproxy.core.requests.outcome import Outcome
@@ -172,7 +172,7 @@ def test_a_waiting_request_is_placed_when_one_of_others_ends(fails: bool) -> Non
         if not fails:
             a.balancer.first_byte(ticket, now=1.01)
         a.balancer.close(ticket, Outcome.UPSTREAM_BROKE if fails else Outcome.COMPLETED, now=1.01)
-    b.hears([batch for batch in a.tells(1.01) if isinstance(batch.events[-1], Ended)], 1.01)
+    b.hears([batch for batch in a.tells(1.01) if isinstance(batch.events[-1], RequestEnded)], 1.01)
     assert waiting in b.balancer.poll(now=1.01)
     assert waiting.placed_on is not None
 
@@ -715,7 +715,7 @@ def test_resets_that_never_end_are_bounded(monkeypatch: pytest.MonkeyPatch) -> N
     place(a)
     (batch,) = a.tells(1.0)
     (event,) = batch.events
-    assert isinstance(event, Placed)
+    assert isinstance(event, RequestPlaced)
     for n in range(50):
         event.number, batch.number, batch.is_reset, batch.untold = 100 + n, 100 + n, True, 9
         b.hears([batch], 1.0)
@@ -729,8 +729,8 @@ def test_events_that_make_no_sense_change_nothing() -> None:
     place(a)
     (batch,) = a.tells(1.0)
     (placed,) = batch.events
-    assert isinstance(placed, Placed)
-    batch.events = [placed, placed, Ended(77, 0.0, True, 3, None), Ended(1, 0.0, True, 3, None), placed]
+    assert isinstance(placed, RequestPlaced)
+    batch.events = [placed, placed, RequestEnded(77, 0.0, True, 3, None), RequestEnded(1, 0.0, True, 3, None), placed]
     b.hears([batch], 1.0)
     assert b.counts() == [(1, 1, 1, 3)]
     assert b.peer.unknown == 1

@@ -7,7 +7,7 @@ from math import inf
 
 import pytest
 
-from lbproxy.core.scaling.gauges import Gauges
+from lbproxy.core.scaling.gauges import MeanGauges
 from lbproxy.core.scaling.offered import Counts
 from lbproxy.core.scaling.readings import MIN_BLIND, MIN_SHOWN, SHOWN, Readings
 
@@ -15,7 +15,7 @@ from lbproxy.core.scaling.readings import MIN_BLIND, MIN_SHOWN, SHOWN, Readings
 def seen(most: float, limit: float = inf, cache: float = inf, used: float = 0.0) -> float:
     """Requests that one endpoint is taken to run at once, of which one ran `most`."""
     readings = Readings()
-    gauges = Gauges(2, most / 2, most / 2, most, limit, cache, used, None)
+    gauges = MeanGauges(2, most / 2, most / 2, most, limit, cache, used, None)
     for second in range(10):
         readings.look(
             Counts(second, 400 * second, second, 400 * second, 100.0 * second, second, 100 * second, 0),

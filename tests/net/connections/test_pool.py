@@ -21,7 +21,7 @@ from lbproxy.net.connections import upload
 from lbproxy.net.connections.corked import Corked
 from lbproxy.net.connections.fetch import fetch
 from lbproxy.net.connections.h1 import ResponseHead, request_head
-from lbproxy.net.connections.patience import Limits
+from lbproxy.net.connections.patience import ClockLimits
 from lbproxy.net.connections.pool import Connection, ConnectionPool
 from lbproxy.net.dialing.names import Address, Names
 from lbproxy.net.dialing.origin import Origin
@@ -248,7 +248,7 @@ class Receiver:
 async def begin(pool: ConnectionPool, endpoint: ScriptedEndpoint, idle_s: float = 5.0) -> Receiver:
     connection = await pool.connect(Origin.parse(endpoint.url), 5.0)
     receiver = Receiver(connection)
-    connection.send("GET", request_head("GET", "/", "x", b"", 0), b"", receiver, Limits(5.0, 5.0, idle_s))
+    connection.send("GET", request_head("GET", "/", "x", b"", 0), b"", receiver, ClockLimits(5.0, 5.0, idle_s))
     return receiver
 
 
@@ -316,7 +316,7 @@ def test_a_request_on_a_connection_that_was_just_lost_breaks() -> None:
             connection = await pool.connect(Origin.parse(endpoint.url), 5.0)
             connection.connection_lost(None)
             receiver = Receiver(connection)
-            connection.send("GET", request_head("GET", "/", "x", b"", 0), b"", receiver, Limits(5.0, 5.0, 5.0))
+            connection.send("GET", request_head("GET", "/", "x", b"", 0), b"", receiver, ClockLimits(5.0, 5.0, 5.0))
             assert receiver.end is None, "not within the call"
             await until(lambda: receiver.end is not None, "told")
 
@@ -343,7 +343,7 @@ def test_a_large_body_leaves_in_slices_one_a_turn(plain: bool, monkeypatch: pyte
                 connection = pool.take(origin) or await pool.connect(origin, 5.0)
                 receiver = Receiver(connection)
                 head = request_head("POST", "/", "x", b"", len(body))
-                connection.send("POST", head, body, receiver, Limits(5.0, 5.0, 5.0))
+                connection.send("POST", head, body, receiver, ClockLimits(5.0, 5.0, 5.0))
                 await until(lambda: receiver.end is not None, "answered")  # noqa: B023 - called before the next one
                 assert receiver.end == "ended"
                 assert endpoint.requests[-1].body == body
@@ -372,7 +372,7 @@ def test_a_response_before_the_whole_body_was_sent_ends_the_connection() -> None
         connection = await pool.connect(Origin(server.sockets[0].getsockname()[:2]), 5.0)
         receiver = Receiver(connection)
         head = request_head("POST", "/", "x", b"", len(body))
-        connection.send("POST", head, body, receiver, Limits(5.0, 5.0, 5.0))
+        connection.send("POST", head, body, receiver, ClockLimits(5.0, 5.0, 5.0))
         await until(lambda: receiver.end is not None, "answered")
         assert receiver.end == "ended"
         assert pool.open_connections == 0
@@ -420,7 +420,7 @@ def test_a_fetch_given_up_as_its_answer_comes_leaves_the_connection_to_whoever_h
                 again = pool.take(origin)
                 assert again is connection
                 taken.append(Receiver(again))
-                again.send("GET", request_head("GET", "/slow", "x", b"", 0), b"", taken[0], Limits(5.0, 5.0, 5.0))
+                again.send("GET", request_head("GET", "/slow", "x", b"", 0), b"", taken[0], ClockLimits(5.0, 5.0, 5.0))
 
             pool.keep = kept  # type: ignore[method-assign]
             with pytest.raises(asyncio.CancelledError):
@@ -454,7 +454,7 @@ def test_an_answer_that_came_while_we_stood_still_is_no_time_out(plain: bool) ->
             thread.start()
             connection = await pool.connect(Origin(listening.getsockname()[:2]), 5.0)
             receiver = Receiver(connection)
-            connection.send("GET", request_head("GET", "/", "x", b"", 0), b"", receiver, Limits(0.3, 0.3, 0.3))
+            connection.send("GET", request_head("GET", "/", "x", b"", 0), b"", receiver, ClockLimits(0.3, 0.3, 0.3))
             stand_still(1.0)
             await until(lambda: receiver.end is not None, "it ended")
             assert (receiver.end, receiver.data) == ("ended", b"soon")

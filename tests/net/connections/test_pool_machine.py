@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from lbproxy.core.requests.retry import UpstreamError
 from lbproxy.net.connections.h1 import ResponseHead
-from lbproxy.net.connections.patience import Limits
+from lbproxy.net.connections.patience import ClockLimits
 from lbproxy.net.connections.pool import IDLE_S, Connection, ConnectionPool
 from lbproxy.net.dialing.origin import Origin
 
@@ -143,7 +143,7 @@ class PoolMachine(RuleBasedStateMachine):
     def send(self, data: st.DataObject) -> None:
         connection = self.some(data, asking=False)
         self.busy[connection] = asker = Asker(connection)
-        connection.send("GET", b"GET / HTTP/1.1\r\n\r\n", b"", asker, Limits(5.0, 5.0, 10.0))
+        connection.send("GET", b"GET / HTTP/1.1\r\n\r\n", b"", asker, ClockLimits(5.0, 5.0, 10.0))
 
     @precondition(lambda self: any(asker is not None for asker in self.busy.values()))
     @rule(data=st.data(), answer=st.sampled_from([*ANSWERS, CLOSING, b"garbage\r\n\r\n"]), tail=st.sampled_from(TAILS))

@@ -9,7 +9,7 @@ import socket
 
 import pytest
 
-from lbproxy.core.endpoints.credentials import ApiKey, Proxy, Tls
+from lbproxy.core.endpoints.credentials import ApiKey, ForwardProxy, Tls
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.net.connections.fetch import fetch
 from lbproxy.net.connections.pool import Connection, ConnectionPool
@@ -24,7 +24,7 @@ CREDENTIALS = ApiKey("Basic " + base64.b64encode(b"me:s3cret").decode())
 
 def through(server: str, port: int, credentials: ApiKey | None = None) -> Origin:
     tls = Tls(CA.read_text()) if server.startswith("https") else None
-    return Origin.parse(server, tls, Proxy("127.0.0.1", port, credentials))
+    return Origin.parse(server, tls, ForwardProxy("127.0.0.1", port, credentials))
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["uvloop", "asyncio"])

@@ -188,7 +188,7 @@ async def upload(*pieces: int, body_rate: int, more: str = "") -> int:
 
 
 class BodyReader:
-    """A request whose body is read (bodies.Reader)."""
+    """A request whose body is read (bodies.BodyReader)."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings

@@ -19,7 +19,7 @@ from lbproxy.proxy.front.bodies import done_in_turns, read_large
 from lbproxy.proxy.front.overload import Overload
 from lbproxy.proxy.front.turn import Turn
 from lbproxy.proxy.request.client_request import ClientRequest
-from lbproxy.proxy.request.reading import LargeFacts, Reading
+from lbproxy.proxy.request.reading import LargeFacts, RequestReader
 from tests.support.aio import run
 from tests.support.endpoint import ScriptedEndpoint
 from tests.support.rig import post, rig
@@ -51,7 +51,7 @@ def test_a_large_body_leaves_turns_of_the_loop_to_others(send: bytes, monkeypatc
             await asyncio.sleep(0)
 
     async def counted(
-        request: ClientRequest, reading: Reading, turn: Turn, overload: Overload, backlog: Backlog
+        request: ClientRequest, reading: RequestReader, turn: Turn, overload: Overload, backlog: Backlog
     ) -> tuple[ClientRequest, LargeFacts]:
         began = turns
         try:

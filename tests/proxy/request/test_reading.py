@@ -13,7 +13,7 @@ from lbproxy.core.requests.outline import UNCUT_STRING_BYTES
 from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.headers import read_request_fields
-from lbproxy.proxy.request.reading import LargeFacts, Reading
+from lbproxy.proxy.request.reading import LargeFacts, RequestReader
 from lbproxy.proxy.request.routes import find_route
 from tests.support.aio import run
 from tests.support.pool import Pool, make_balancer, spec
@@ -28,7 +28,7 @@ def placed(body: bytes) -> InferenceRequest:
     async def main() -> InferenceRequest:
         pool = Pool(make_balancer(policy="adaptive"), [spec(1)])
         try:
-            reading = Reading(settings_for([spec(1).base_url]), pool.runtime)
+            reading = RequestReader(settings_for([spec(1).base_url]), pool.runtime)
             fields = read_request_fields([(b"Host", b"lb"), (b"Content-Type", b"application/json")])
             request = ClientRequest("POST", PATH, find_route("POST", PATH), fields, body)
             record = RequestRecord("r", "POST", PATH, "127.0.0.1", pool.runtime.now())
@@ -76,7 +76,7 @@ def placed_at_once(path: str, body: bytes) -> InferenceRequest:
             fields = read_request_fields([(b"Host", b"lb"), (b"Content-Type", b"application/json")])
             request = ClientRequest("POST", path, find_route("POST", path), fields, body)
             record = RequestRecord("r", "POST", path, "127.0.0.1", pool.runtime.now())
-            return Reading(settings_for([spec(1).base_url]), pool.runtime).interpret(request, record)[1]
+            return RequestReader(settings_for([spec(1).base_url]), pool.runtime).interpret(request, record)[1]
         finally:
             pool.connections.close()
 

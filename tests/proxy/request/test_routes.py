@@ -17,7 +17,7 @@ from lbproxy.driver.request_runtime import RequestRuntime
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.headers import read_request_fields
 from lbproxy.proxy.request.legs import NIXL_FIRST, OWN_FIELDS, Bodies
-from lbproxy.proxy.request.reading import Reading
+from lbproxy.proxy.request.reading import RequestReader
 from lbproxy.proxy.request.routes import _LORA_PATHS, _ROUTES, Body, Form, find_route, form_of, served_path
 from tests.support.compiled import interpreted
 from tests.support.rig import settings_for
@@ -61,7 +61,7 @@ def request(
 
 
 def placed(asked: ClientRequest, *models: str) -> InferenceRequest:
-    reading = Reading(settings_for(["http://10.0.0.1:8000"]), cast(RequestRuntime, TwoModels(*models)))
+    reading = RequestReader(settings_for(["http://10.0.0.1:8000"]), cast(RequestRuntime, TwoModels(*models)))
     record = RequestRecord("r", asked.method, asked.target, "127.0.0.1", 0.0)
     return reading.interpret(asked, record)[1]
 

@@ -15,7 +15,7 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
-from lbproxy.core.endpoints.credentials import ApiKey, Proxy, Tls
+from lbproxy.core.endpoints.credentials import ApiKey, ForwardProxy, Tls
 from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.net.connections.backlog import Backlog
@@ -622,7 +622,7 @@ def test_every_way_to_an_endpoint_takes_websockets(way_there: str, plain: bool, 
                 base_url=server.url,
                 api_key=ApiKey("its-own"),
                 tls=Tls(CA.read_text()) if tls else None,
-                proxy=Proxy("127.0.0.1", proxy.port) if "proxy" in way_there else None,
+                proxy=ForwardProxy("127.0.0.1", proxy.port) if "proxy" in way_there else None,
             )
             it.endpoints = it.runtime.set_endpoints([spec]).added
             it.bring_up()

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from lbproxy.sim.engine.fixed import FixedEngine, FixedTimes, Form
+from lbproxy.sim.engine.fixed import FirstTokenSpread, FixedEngine, FixedTimes
 from lbproxy.sim.engine.presets import PRESETS
 from lbproxy.sim.engine.sequence import RequestTooLong, SimRequest, StepDone
 
@@ -114,7 +114,7 @@ def test_times_that_cannot_be(ttft_s: float, token_s: float, spread: float) -> N
 def test_other_forms_of_spread(form: str, median: float, p90: float, most: float) -> None:
     """A sigma of .5; a share of .2; a Pareto exponent of 2."""
     spread = 0.2 if form == "bimodal" else 0.5
-    times = FixedTimes(ttft_s=1.0, ttft_spread=spread, form=Form(form))
+    times = FixedTimes(ttft_s=1.0, ttft_spread=spread, form=FirstTokenSpread(form))
     engine = FixedEngine(PRESETS["llama-8b-h100"], times, rng=random.Random(1), name_tokens=False)
     for number in range(1000):
         engine.add(SimRequest(str(number), 1, 1, (number, 7)), now=0.0)
@@ -125,7 +125,7 @@ def test_other_forms_of_spread(form: str, median: float, p90: float, most: float
 
 
 def test_equal_prompts_take_equally_long_if_that_is_the_form() -> None:
-    times = FixedTimes(ttft_s=1.0, ttft_spread=0.5, form=Form.PROMPT)
+    times = FixedTimes(ttft_s=1.0, ttft_spread=0.5, form=FirstTokenSpread.PROMPT)
     engine = FixedEngine(PRESETS["llama-8b-h100"], times, rng=random.Random(1), name_tokens=False)
     for name, own in (("a", 1), ("b", 2), ("c", 1)):
         engine.add(SimRequest(name, 1, 1, (own, 7)), now=0.0)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lbproxy.sim.engine.engine import Engine, RequestTooLong, SimRequest, StepDone
-from lbproxy.sim.engine.link import Link
+from lbproxy.sim.engine.link import KvLink
 from lbproxy.sim.engine.presets import BLOCK_TOKENS
 from lbproxy.sim.engine.ranks import RankedEngine
 from lbproxy.sim.engine.sequence import Hold, KvState
@@ -25,7 +25,7 @@ class Pair:
 
     def __init__(self, **decode: object) -> None:
         self.p, self.d = Engine(APART), Engine(dataclasses.replace(APART, **decode))  # type: ignore[arg-type]
-        self.link = Link()
+        self.link = KvLink()
         self.now = 0.0
         self.steps: list[tuple[str, StepDone]] = []
 

@@ -18,7 +18,7 @@ from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import Usage
 from lbproxy.sim.fleet.cluster import Fleet
-from lbproxy.sim.fleet.fleet import FleetOptions, Served, Server, decisions
+from lbproxy.sim.fleet.fleet import FleetOptions, Served, SimulatedServer, decisions
 from lbproxy.sim.workloads.catalogue import make_workload
 from tests.sim.fleet.test_cluster import QWEN, replicas
 
@@ -45,12 +45,12 @@ class Telling(Balancer):
 SIZES = (30_000, 60_000, 90_000)
 
 
-def sized(kv_tokens: int) -> Server:
-    return Server(dataclasses.replace(QWEN.preset, kv_tokens=kv_tokens))
+def sized(kv_tokens: int) -> SimulatedServer:
+    return SimulatedServer(dataclasses.replace(QWEN.preset, kv_tokens=kv_tokens))
 
 
 def sizes(
-    servers: tuple[Server, ...],
+    servers: tuple[SimulatedServer, ...],
     *,
     scraped: bool = False,
     kind: type[Balancer] = Balancer,

@@ -23,13 +23,13 @@ from lbproxy.core.requests.request import Usage
 from lbproxy.sim.engine.presets import PRESETS
 from lbproxy.sim.fleet.cluster import PROGRESS_S, Fleet
 from lbproxy.sim.fleet.des import EventHeap
-from lbproxy.sim.fleet.fleet import Exchanged, Fault, FleetOptions, Served, Server, decisions
+from lbproxy.sim.fleet.fleet import ExchangeRules, FleetOptions, Served, ServerFault, SimulatedServer, decisions
 from lbproxy.sim.workloads.catalogue import adapter_names, make_workload
 from lbproxy.sim.workloads.prompts import Piece
 from lbproxy.sim.workloads.workload import Job, OpenLoop, Workload
 from tests.sim.engine.test_engine import STEADY
 
-QWEN = Server(dataclasses.replace(PRESETS["qwen-32b-2xh100"], max_model_len=131_072))
+QWEN = SimulatedServer(dataclasses.replace(PRESETS["qwen-32b-2xh100"], max_model_len=131_072))
 STREAMS = FleetOptions(servers=(QWEN, QWEN, QWEN))
 ROOMY = AdmissionSettings(queue_requests=100_000, queue_bytes=2**34, queue_timeout=86_400)
 
@@ -84,7 +84,7 @@ def test_two_servers_by_hand() -> None:
     """Steps of 10 ms, 1 ms of network each way, requests in turn. a reaches its server at 1 ms, so its tokens leave at
     11, 21, 31; b the other server at 3 ms; c the first one at 5 ms, in the middle of a's step, and joins at 11.
     """
-    options = FleetOptions(servers=(Server(STEADY), Server(STEADY)), network_s=0.001, jitter=False)
+    options = FleetOptions(servers=(SimulatedServer(STEADY), SimulatedServer(STEADY)), network_s=0.001, jitter=False)
     arrivals = [(0.0, job("a", 10, 3)), (0.002, job("b", 10, 1)), (0.004, job("c", 10, 2))]
     served = run("round-robin", OpenLoop([arrivals]), options)
     a, b, c = served
@@ -95,7 +95,7 @@ def test_two_servers_by_hand() -> None:
 
 
 def test_next_phase_begins_when_the_last_one_has_drained() -> None:
-    options = FleetOptions(servers=(Server(STEADY),), network_s=0.0, jitter=False)
+    options = FleetOptions(servers=(SimulatedServer(STEADY),), network_s=0.0, jitter=False)
     served = run("random", OpenLoop([[(0.0, job("a", 10, 5))], [], [(0.5, job("b", 10, 1))]]), options)
     assert served[0].ended_at == pytest.approx(0.05)
     assert served[1].submitted_at == pytest.approx(0.55)
@@ -216,7 +216,7 @@ def test_slow_servers_get_less_of_a_policy_that_can_tell() -> None:
 
 
 def test_server_that_becomes_slow_for_a_while_is_slow_for_that_while() -> None:
-    fault = Fault(server=0, from_s=20, until_s=40, speed=0.1)
+    fault = ServerFault(server=0, from_s=20, until_s=40, speed=0.1)
     options = FleetOptions(servers=(QWEN,), faults=(fault,))
     served = run("random", small(rate=1, duration_s=80), options)
     times = [(one.submitted_at, one.ended_at - one.submitted_at) for one in served]
@@ -228,7 +228,7 @@ def test_server_that_becomes_slow_for_a_while_is_slow_for_that_while() -> None:
 
 
 def test_dead_server_loses_its_requests_and_gets_no_more_until_it_is_back_empty() -> None:
-    fault = Fault(server=0, from_s=10, until_s=30)
+    fault = ServerFault(server=0, from_s=10, until_s=30)
     options = FleetOptions(servers=(QWEN, QWEN), faults=(fault,))
     served = run("round-robin", small(rate=8, duration_s=50, shared_tokens=500), options)
     assert len({one.job.id for one in served}) == len(served)
@@ -249,13 +249,13 @@ def test_dead_server_loses_its_requests_and_gets_no_more_until_it_is_back_empty(
 
 
 def test_request_that_no_server_takes_ends_as_a_bad_one() -> None:
-    options = FleetOptions(servers=(Server(STEADY),))
+    options = FleetOptions(servers=(SimulatedServer(STEADY),))
     served = run("random", OpenLoop([[(0.0, job("a", 2000, 5)), (0.1, job("b", 10, 5))]]), options)
     assert [one.outcome for one in served] == [Outcome.BAD_REQUEST, Outcome.COMPLETED]
 
 
 def test_adapters_are_models_with_a_parent() -> None:
-    lora = Server(dataclasses.replace(QWEN.preset, max_loras=4))
+    lora = SimulatedServer(dataclasses.replace(QWEN.preset, max_loras=4))
     options = FleetOptions(servers=(lora, lora, QWEN), adapters=tuple(adapter_names(15)))
     served = run("least-request", small("lora", rate=6), options)
     assert {one.outcome for one in served} == {Outcome.COMPLETED}
@@ -286,14 +286,14 @@ def test_scrapes_come_in_time_with_the_gauges_of_when_they_were_sent() -> None:
 
 
 def test_replicas_that_tell_each_other_keep_prefixes_together() -> None:
-    def hits(exchange: Exchanged | None) -> float:
+    def hits(exchange: ExchangeRules | None) -> float:
         options = FleetOptions(servers=(QWEN,) * 4, balancers=4, exchange=exchange)
         workload = small(rate=8, prompt_tokens=7000, shared_tokens=6000, groups=60, duration_s=40, output_tokens=50)
         served = run("gie", workload, options)
         assert {one.outcome for one in served} == {Outcome.COMPLETED}
         return sum(one.cached_tokens for one in served) / sum(one.job.prompt_tokens for one in served)
 
-    assert hits(Exchanged(interval_s=0.02)) > hits(None) + 0.1
+    assert hits(ExchangeRules(interval_s=0.02)) > hits(None) + 0.1
 
 
 def test_requests_of_others_count_and_leave_nothing_behind() -> None:
@@ -304,7 +304,9 @@ def test_requests_of_others_count_and_leave_nothing_behind() -> None:
             super().__init__(*args, **kwargs)  # type: ignore[arg-type]
             balancers.append(self)
 
-    options = FleetOptions(servers=(QWEN, QWEN), balancers=3, exchange=Exchanged(lost=0.05, repeated=0.1, late=0.05))
+    options = FleetOptions(
+        servers=(QWEN, QWEN), balancers=3, exchange=ExchangeRules(lost=0.05, repeated=0.1, late=0.05)
+    )
     fleet = Fleet(options, small(rate=5), replicas("adaptive", Kept), seed=1)
     seen: list[int] = []
     fleet.watch(1.0, lambda _: seen.append(max(one.elsewhere for one in balancers[0].endpoints.members())))

@@ -15,12 +15,20 @@ from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.engine.fixed import FixedTimes
 from lbproxy.sim.fleet.cluster import Fleet
-from lbproxy.sim.fleet.fleet import Fault, FaultKind, FleetOptions, Others, Sample, Served, Server
+from lbproxy.sim.fleet.fleet import (
+    FaultKind,
+    FleetOptions,
+    OtherTraffic,
+    QueueSample,
+    Served,
+    ServerFault,
+    SimulatedServer,
+)
 from lbproxy.sim.workloads.workload import Job, OpenLoop
 from tests.sim.engine.test_engine import STEADY
 from tests.sim.fleet.test_cluster import QWEN, job, replicas, run, shared
 
-ONE_SLOT = Server(dataclasses.replace(STEADY, max_sequences=1, kv_tokens=100_000, max_model_len=8192))
+ONE_SLOT = SimulatedServer(dataclasses.replace(STEADY, max_sequences=1, kv_tokens=100_000, max_model_len=8192))
 """10 ms a token, one request at a time."""
 
 
@@ -50,7 +58,7 @@ def patient(name: str, prompt: int, output: int, patience_s: float) -> Job:
 
 
 def test_others_are_seen_in_gauges_alone() -> None:
-    others = Others(server=1, rate=50, prompt_tokens=10, output_tokens=20)
+    others = OtherTraffic(server=1, rate=50, prompt_tokens=10, output_tokens=20)
     options = FleetOptions(servers=(ONE_SLOT, ONE_SLOT), others=(others,), jitter=False)
     heard = listening(options, (0.0, job("a", 10, 200)), (3.0, job("b", 10, 1)))
     most = {uid: max(metrics.waiting or 0 for one, metrics in heard if one == uid) for uid, _ in heard}
@@ -66,9 +74,9 @@ def test_others_are_seen_in_gauges_alone() -> None:
 
 
 def test_others_come_from_and_until() -> None:
-    others = Others(server=0, rate=100, prompt_tokens=10, output_tokens=1, from_s=1.0, until_s=2.0)
-    options = FleetOptions(servers=(Server(STEADY),), others=(others,), jitter=False)
-    seen: list[Sample] = []
+    others = OtherTraffic(server=0, rate=100, prompt_tokens=10, output_tokens=1, from_s=1.0, until_s=2.0)
+    options = FleetOptions(servers=(SimulatedServer(STEADY),), others=(others,), jitter=False)
+    seen: list[QueueSample] = []
     fleet = Fleet(options, OpenLoop([[(0.0, job("a", 10, 400))]]), replicas("random"), seed=1)
     fleet.watch(0.25, seen.append)
     fleet.run()
@@ -81,8 +89,11 @@ def test_others_come_from_and_until() -> None:
 def test_a_server_that_fails_loses_others_requests_too() -> None:
     options = FleetOptions(
         servers=(ONE_SLOT, ONE_SLOT),
-        others=(Others(server=0, rate=40, prompt_tokens=10, output_tokens=20),),
-        faults=(Fault(server=0, from_s=0.5, until_s=1.0), Fault(server=0, from_s=2, until_s=3, kind=FaultKind.FAILING)),
+        others=(OtherTraffic(server=0, rate=40, prompt_tokens=10, output_tokens=20),),
+        faults=(
+            ServerFault(server=0, from_s=0.5, until_s=1.0),
+            ServerFault(server=0, from_s=2, until_s=3, kind=FaultKind.FAILING),
+        ),
     )
     served = run("round-robin", OpenLoop([[(0.3 * n, job(chr(97 + n), 10, 5)) for n in range(12)]]), options)
     assert {one.outcome for one in served} == {Outcome.COMPLETED}
@@ -108,7 +119,10 @@ def test_clients_leave_that_read_nothing(share: float) -> None:
 def test_every_ticket_of_impatient_clients_is_closed() -> None:
     """In the queue, on the way, in the engine, between two attempts: nothing stays counted as in flight."""
     servers = (dataclasses.replace(QWEN, preset=dataclasses.replace(QWEN.preset, max_sequences=4)),) * 3
-    faults = (Fault(server=0, from_s=2, until_s=6), Fault(server=1, from_s=8, until_s=12, kind=FaultKind.FAILING))
+    faults = (
+        ServerFault(server=0, from_s=2, until_s=6),
+        ServerFault(server=1, from_s=8, until_s=12, kind=FaultKind.FAILING),
+    )
     options = FleetOptions(servers=servers, faults=faults, stream_share=0.5)
     workload = shared(rate=25.0)
     batch = workload.begin(0.0)
@@ -148,7 +162,7 @@ def test_a_server_without_metrics_and_one_that_hides_its_queue() -> None:
 
 
 def test_ranks_and_fixed_times_in_a_fleet() -> None:
-    fixed = Server(QWEN.preset, times=FixedTimes(ttft_s=0.5, token_s=0.01))
+    fixed = SimulatedServer(QWEN.preset, times=FixedTimes(ttft_s=0.5, token_s=0.01))
     served: dict[str, list[Served]] = {}
     for name, server in (("fixed", fixed), ("ranks", dataclasses.replace(QWEN, ranks=4)), ("one", QWEN)):
         served[name] = run("adaptive", shared(), FleetOptions(servers=(server, server)))
@@ -167,7 +181,7 @@ def test_jitter_of_a_server() -> None:
 
 def test_until_and_watch() -> None:
     fleet = Fleet(FleetOptions(servers=(QWEN,) * 3), shared(), replicas("round-robin"), seed=1)
-    seen: list[Sample] = []
+    seen: list[QueueSample] = []
     fleet.watch(0.5, seen.append)
     served = fleet.run(until_s=5.0)
     assert fleet.now == pytest.approx(5.0, abs=0.1)

@@ -16,7 +16,7 @@ import pytest
 
 from lbproxy.sim.engine.engine import Engine
 from lbproxy.sim.engine.presets import PRESETS
-from lbproxy.sim.fleet.fleet import FleetOptions, Server
+from lbproxy.sim.fleet.fleet import FleetOptions, SimulatedServer
 from lbproxy.sim.mock.apis.call import plan
 from lbproxy.sim.mock.apis.chat import parse_completion
 from lbproxy.sim.mock.http import MockOptions, MockServer
@@ -76,7 +76,7 @@ def test_both_drivers_give_the_same_times() -> None:
     jobs = arrivals()
     over: dict[str, tuple[float, float, int]] = {}
     virtually(over_http(jobs, over))
-    options = FleetOptions(servers=(Server(PRESET),), network_s=0.0, jitter=False)
+    options = FleetOptions(servers=(SimulatedServer(PRESET),), network_s=0.0, jitter=False)
     served = run("random", OpenLoop([jobs]), options)
     assert len(over) == len(served) == 40
     for one in served:

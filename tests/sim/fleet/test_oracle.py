@@ -13,10 +13,10 @@ from lbproxy.config.balancing import BalancingSettings
 from lbproxy.config.sections.routing import AdmissionSettings, RoutingSettings
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.engine.engine import Engine
-from lbproxy.sim.engine.foresight import Work, foresee, slot_free_at
+from lbproxy.sim.engine.foresight import PendingPrefill, foresee, slot_free_at
 from lbproxy.sim.engine.presets import PRESETS, Preset
 from lbproxy.sim.engine.sequence import SimRequest
-from lbproxy.sim.fleet.fleet import FleetOptions, Served, Server
+from lbproxy.sim.fleet.fleet import FleetOptions, Served, SimulatedServer
 from lbproxy.sim.fleet.oracle import ORACLES, Oracle, OracleBalancer, OracleFleet
 from lbproxy.sim.workloads.catalogue import adapter_names, make_workload
 from lbproxy.sim.workloads.prompts import Piece
@@ -48,10 +48,12 @@ def first_token_at(engine: Engine, name: str) -> float:
     raise AssertionError("it never came")
 
 
-def waiting(engine: Engine) -> list[Work]:
+def waiting(engine: Engine) -> list[PendingPrefill]:
     """What is queued in an engine where nothing is cached."""
     return [
-        Work(one.ready_at, one.known_tokens, 0, one.known_tokens // 16 + 1, one.request.output_tokens - one.generated)
+        PendingPrefill(
+            one.ready_at, one.known_tokens, 0, one.known_tokens // 16 + 1, one.request.output_tokens - one.generated
+        )
         for one in engine.outlook().queue
     ]
 
@@ -63,7 +65,7 @@ def test_first_token_comes_when_foreseen(seed: int) -> None:
     tokens, now = rng.randint(1, 30_000), now + rng.random() / 10
     engine.advance(now=now)
     ready_at = now + QWEN.api_ms / 1000
-    found = foresee(engine.outlook(), waiting(engine), Work(ready_at, tokens, 0, tokens // 16 + 1, 5))
+    found = foresee(engine.outlook(), waiting(engine), PendingPrefill(ready_at, tokens, 0, tokens // 16 + 1, 5))
     engine.add(SimRequest("mine", tokens, 5), now=now)
     assert found.first_at == pytest.approx(first_token_at(engine, "mine"), abs=1e-6)
     assert ready_at <= found.begins_at < found.first_at
@@ -81,7 +83,7 @@ def test_full_cache_is_foreseen() -> None:
     engine.add(SimRequest("b", 80, 75), now=0.0)
     engine.advance(now=0.1)
     tokens = 120
-    found = foresee(engine.outlook(), [], Work(0.1, tokens, 0, 8, 2))
+    found = foresee(engine.outlook(), [], PendingPrefill(0.1, tokens, 0, 8, 2))
     engine.add(SimRequest("mine", tokens, 2), now=0.1)
     assert found.first_at == pytest.approx(first_token_at(engine, "mine"))
     assert found.begins_at == pytest.approx(0.51)
@@ -101,7 +103,9 @@ def test_slot_of_an_adapter_is_foreseen() -> None:
     assert slot_free_at(outlook, "z", 5.0) == pytest.approx(5.0 + 9 * 0.010 * outlook.lora.slowdown)
 
 
-def run(form: str, workload: Workload, servers: tuple[Server, ...], adapters: tuple[str, ...] = ()) -> list[Served]:
+def run(
+    form: str, workload: Workload, servers: tuple[SimulatedServer, ...], adapters: tuple[str, ...] = ()
+) -> list[Served]:
     options = FleetOptions(servers=servers, adapters=adapters, jitter=False)
 
     def make(oracle: Oracle, rng: random.Random) -> OracleBalancer:
@@ -114,7 +118,7 @@ def run(form: str, workload: Workload, servers: tuple[Server, ...], adapters: tu
 @pytest.mark.parametrize("name", ["own", "long-prompts", "lora"])
 def test_everything_is_served(form: str, name: str) -> None:
     workload = make_workload(name, {"duration_s": 15, "rate": 12}, seed=2)
-    server = Server(dataclasses.replace(QWEN, max_loras=3))
+    server = SimulatedServer(dataclasses.replace(QWEN, max_loras=3))
     served = run(form, workload, (server,) * 4, tuple(adapter_names(15)))
     assert len(served) > 100
     assert {one.outcome for one in served} == {Outcome.COMPLETED}
@@ -128,7 +132,7 @@ def job(name: str, prompt: tuple[Piece, ...], output: int) -> Job:
 def test_oracle_sees_what_is_on_its_way(form: str) -> None:
     """Two at one moment: the second sees the first, which has not reached its server."""
     arrivals = [(0.0, job("a", (Piece(1, 5000),), 5)), (0.0, job("b", (Piece(2, 5000),), 5))]
-    a, b = run(form, OpenLoop([arrivals]), (Server(QWEN),) * 2)
+    a, b = run(form, OpenLoop([arrivals]), (SimulatedServer(QWEN),) * 2)
     assert a.server != b.server
 
 
@@ -143,12 +147,12 @@ def test_oracle_knows_caches_and_speeds(form: str) -> None:
         (5.0, job("b", (text, Piece(2, 100)), 2)),
         (10.0, job("c", (Piece(3, 6000),), 2)),
     ]
-    slow_first = (Server(QWEN, speed=0.5), Server(QWEN))
+    slow_first = (SimulatedServer(QWEN, speed=0.5), SimulatedServer(QWEN))
     served = run(form, OpenLoop([arrivals]), slow_first)
     assert [one.server for one in served] == [1, 1, 1]
     assert served[1].cached_tokens == 6000
     busy_there = [(0.0, job("a", (text,), 2)), (5.0, job("z", (Piece(9, 40_000),), 2)), (5.1, arrivals[1][1])]
-    served = run(form, OpenLoop([busy_there]), (Server(QWEN), Server(QWEN)))
+    served = run(form, OpenLoop([busy_there]), (SimulatedServer(QWEN), SimulatedServer(QWEN)))
     # The one with the text may not be the one that computes 40,000 tokens, or else this one goes elsewhere.
     assert served[2].server != served[1].server
 
@@ -159,7 +163,7 @@ def test_late_oracle_serves_short_ones_first() -> None:
     arrivals = [(0.01 * n, job(name, (Piece(n, size),), 2)) for n, (name, size) in enumerate(sizes.items())]
     order = {}
     for form in ORACLES:
-        served = run(form, OpenLoop([arrivals]), (Server(QWEN),))
+        served = run(form, OpenLoop([arrivals]), (SimulatedServer(QWEN),))
         order[form] = "".join(one.job.id for one in sorted(served, key=lambda one: one.first_at or 0.0))
     assert order == {"oracle": "abcd", "oracle, late": "adbc"}
 

@@ -20,13 +20,13 @@ from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.engine.fixed import FixedTimes
 from lbproxy.sim.engine.presets import PRESETS
 from lbproxy.sim.fleet.cluster import Fleet
-from lbproxy.sim.fleet.fleet import Fault, FleetOptions, Sample, Served, Server
+from lbproxy.sim.fleet.fleet import FleetOptions, QueueSample, Served, ServerFault, SimulatedServer
 from lbproxy.sim.workloads.catalogue import make_workload
 
 SLOTS, AFTER_S, PROVIDER_TTFT_S = 16, 3.0, 0.96
 SLOW = dataclasses.replace(PRESETS["qwen-32b-2xh100"], max_sequences=SLOTS)
-OWN = Server(SLOW)
-PROVIDER = Server(
+OWN = SimulatedServer(SLOW)
+PROVIDER = SimulatedServer(
     dataclasses.replace(SLOW, max_sequences=8000),
     times=FixedTimes(ttft_s=0.8, ttft_spread=0.2, token_s=0.01),
     metrics=False,
@@ -44,8 +44,12 @@ class Bounded(Balancer):
 
 
 def simulate(
-    *servers: Server, rate: float, duration_s: float, faults: tuple[Fault, ...] = (), limit: int | None = None
-) -> tuple[list[Served], list[Sample]]:
+    *servers: SimulatedServer,
+    rate: float,
+    duration_s: float,
+    faults: tuple[ServerFault, ...] = (),
+    limit: int | None = None,
+) -> tuple[list[Served], list[QueueSample]]:
     def make(rng: random.Random) -> Balancer:
         admission = AdmissionSettings(queue_requests=10_000, queue_timeout=3600.0, max_in_flight_per_endpoint=limit)
         settings = BalancingSettings(admission=admission, overflow=OverflowSettings(after=AFTER_S))
@@ -53,7 +57,7 @@ def simulate(
 
     mix = {"rate": rate, "duration_s": duration_s, "prompt_tokens": 600, "output_tokens": 200}
     fleet = Fleet(FleetOptions(servers=servers, faults=faults), make_workload("own", mix, seed=3), make, seed=1)
-    samples: list[Sample] = []
+    samples: list[QueueSample] = []
     fleet.watch(0.25, samples.append)
     return fleet.run(), samples
 
@@ -78,7 +82,7 @@ def test_only_the_excess_overflows(limit: int | None) -> None:
 
 def test_all_servers_of_the_first_tier_die_and_return() -> None:
     """Nothing fails but streams of which tokens were read; five seconds after the return nothing overflows."""
-    faults = tuple(Fault(server=number, from_s=20.0, until_s=40.0) for number in (0, 1))
+    faults = tuple(ServerFault(server=number, from_s=20.0, until_s=40.0) for number in (0, 1))
     served, _ = simulate(OWN, OWN, PROVIDER, rate=6.0, duration_s=60.0, faults=faults)
     for one in served:
         had_tokens = one.first_at is not None and one.first_at <= 20.1 and one.submitted_at < 20.0

@@ -11,14 +11,14 @@ import pytest
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.fleet.cluster import Fleet
-from lbproxy.sim.fleet.fleet import BalancerFault, Exchanged, FleetOptions, Served, decisions
-from lbproxy.sim.fleet.replicas import LOST_S, Exchange
+from lbproxy.sim.fleet.fleet import BalancerFault, ExchangeRules, FleetOptions, Served, decisions
+from lbproxy.sim.fleet.replicas import LOST_S, ReplicaExchange
 from lbproxy.sim.workloads.workload import Workload
 from tests.sim.fleet.test_cluster import QWEN, replicas, small
 
 DEATH_AT_S, JOIN_AT_S = 8.0, 14.0
-BAD = Exchanged(lost=0.2, repeated=0.2, late=0.2)
-OPTIONS = FleetOptions(servers=(QWEN,) * 3, balancers=3, exchange=Exchanged())
+BAD = ExchangeRules(lost=0.2, repeated=0.2, late=0.2)
+OPTIONS = FleetOptions(servers=(QWEN,) * 3, balancers=3, exchange=ExchangeRules())
 DYING = replace(OPTIONS, balancer_faults=(BalancerFault(balancer=0, from_s=DEATH_AT_S, until_s=JOIN_AT_S),))
 
 
@@ -39,7 +39,7 @@ class Watched:
     served: list[Served]
 
     @property
-    def exchange(self) -> Exchange:
+    def exchange(self) -> ReplicaExchange:
         assert self.fleet._exchange is not None
         return self.fleet._exchange
 
@@ -90,13 +90,13 @@ def test_a_network_with_faults_loses_repeats_and_delays() -> None:
 @pytest.mark.parametrize(
     ("faults", "expected"),
     [
-        (Exchanged(), (False, False)),
-        (Exchanged(lost=0.3), (True, False)),
-        (Exchanged(repeated=0.3), (False, True)),
-        (Exchanged(late=0.3), (True, True)),
+        (ExchangeRules(), (False, False)),
+        (ExchangeRules(lost=0.3), (True, False)),
+        (ExchangeRules(repeated=0.3), (False, True)),
+        (ExchangeRules(late=0.3), (True, True)),
     ],
 )
-def test_each_fault_is_seen_by_those_who_hear(faults: Exchanged, expected: tuple[bool, bool]) -> None:
+def test_each_fault_is_seen_by_those_who_hear(faults: ExchangeRules, expected: tuple[bool, bool]) -> None:
     """What is late is missed at first, and ignored when it arrives."""
     exchange = run(replace(OPTIONS, exchange=faults)).exchange
     for number in range(3):
@@ -120,7 +120,7 @@ def test_with_faults_nothing_is_left_in_the_end() -> None:
     watched = run(replace(OPTIONS, exchange=BAD))
     assert {one.outcome for one in watched.served} == {Outcome.COMPLETED}
     exchange = watched.exchange
-    exchange._options = Exchanged()  # or the last batches may be among those that are lost
+    exchange._options = ExchangeRules()  # or the last batches may be among those that are lost
     for member in exchange._members.values():
         member.journal.reset_due = True
     watched.fleet.settle(1.0)
@@ -133,11 +133,11 @@ def test_with_faults_nothing_is_left_in_the_end() -> None:
 
 
 def test_prefixes_are_kept_together_over_a_network_with_faults() -> None:
-    def hits(exchange: Exchanged | None) -> float:
+    def hits(exchange: ExchangeRules | None) -> float:
         served = run(replace(OPTIONS, exchange=exchange)).served
         return sum(one.cached_tokens for one in served) / sum(one.job.prompt_tokens for one in served)
 
-    shared, bad, unshared = hits(Exchanged()), hits(BAD), hits(None)
+    shared, bad, unshared = hits(ExchangeRules()), hits(BAD), hits(None)
     assert shared > unshared + 0.1
     assert bad > unshared + 0.1
 
@@ -220,7 +220,7 @@ def test_a_new_balancer_asks_the_others_at_once() -> None:
         assert fleet._exchange is not None
         complete.append([one.is_complete for one in fleet._exchange.peers(0).snapshot(fleet.now)])
 
-    run(replace(DYING, exchange=Exchanged(interval_s=1.0)), {JOIN_AT_S + 1.1: look})
+    run(replace(DYING, exchange=ExchangeRules(interval_s=1.0)), {JOIN_AT_S + 1.1: look})
     assert complete == [[True, True]]
 
 

@@ -16,7 +16,7 @@ from lbproxy.core.engines.handover import Role
 from lbproxy.core.policies.registry import make_policy
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.fleet.cluster import Fleet
-from lbproxy.sim.fleet.fleet import Fault, FaultKind, FleetOptions, Sample, Served, Server
+from lbproxy.sim.fleet.fleet import FaultKind, FleetOptions, QueueSample, Served, ServerFault, SimulatedServer
 from lbproxy.sim.workloads.workload import OpenLoop, Workload
 from tests.sim.engine.test_engine import STEADY
 from tests.sim.fleet.test_cluster import QWEN, ROOMY, job, small
@@ -24,7 +24,9 @@ from tests.sim.fleet.test_cluster import QWEN, ROOMY, job, small
 APART = dataclasses.replace(STEADY, transfer_ms=2.0, transfer_token_ms=0.1)
 """Steps of 10 ms; a transfer of 48 tokens takes 6.8."""
 HAND = FleetOptions(
-    servers=(Server(APART, role=Role.PREFILL), Server(APART, role=Role.DECODE)), network_s=0.001, jitter=False
+    servers=(SimulatedServer(APART, role=Role.PREFILL), SimulatedServer(APART, role=Role.DECODE)),
+    network_s=0.001,
+    jitter=False,
 )
 
 
@@ -52,9 +54,9 @@ def impatient(workload: Workload, patience_s: Callable[[], float]) -> OpenLoop:
     return OpenLoop([[(at, dataclasses.replace(one, patience_s=patience_s())) for at, one in batch]])
 
 
-def run_to_the_end(one: Fleet, for_s: float = 5.0) -> tuple[list[Served], Sample]:
+def run_to_the_end(one: Fleet, for_s: float = 5.0) -> tuple[list[Served], QueueSample]:
     """All jobs, and how it looks some time later; within 5 s no lease ends."""
-    samples: list[Sample] = []
+    samples: list[QueueSample] = []
     one.watch(0.5, samples.append)
     served = one.run()
     one.settle(for_s)
@@ -121,7 +123,7 @@ def test_clients_that_leave_free_what_is_held() -> None:
 @pytest.mark.parametrize("split", ["always", "priced"])
 def test_failures_lose_no_request_and_leave_nothing(kind: FaultKind, server: int, split: str) -> None:
     """A request fails only if its client had some of it, as without roles."""
-    fault = Fault(server=server, from_s=5.0, until_s=10.0, kind=kind)
+    fault = ServerFault(server=server, from_s=5.0, until_s=10.0, kind=kind)
     workload = small(rate=6, prompt_tokens=4000, spread=0.8)
     served, last = run_to_the_end(fleet(workload, apart("ppdd", faults=(fault,)), split), for_s=31.0)
     broken = [one for one in served if one.outcome is not Outcome.COMPLETED]
@@ -133,8 +135,8 @@ def test_a_prefill_server_that_dies_during_a_transfer_has_the_request_begin_agai
     """At 15 ms 4 ms of the transfer are left, so decode answers 500 and the rest of the fleet serves it."""
     options = dataclasses.replace(
         HAND,
-        servers=(*HAND.servers, Server(APART, role=Role.DECODE)),
-        faults=(Fault(server=0, from_s=0.015, until_s=1.0),),
+        servers=(*HAND.servers, SimulatedServer(APART, role=Role.DECODE)),
+        faults=(ServerFault(server=0, from_s=0.015, until_s=1.0),),
     )
     (one,) = fleet(OpenLoop([[(0.0, job("a", 48, 3))]]), options).run()
     assert one.outcome is Outcome.COMPLETED
@@ -147,8 +149,8 @@ def test_a_decode_server_that_is_gone_costs_no_second_prefill() -> None:
     """The second leg is placed anew while its prompt is held."""
     options = dataclasses.replace(
         HAND,
-        servers=(*HAND.servers, Server(APART, role=Role.DECODE)),
-        faults=(Fault(server=1, from_s=0.0, until_s=1.0), Fault(server=2, from_s=0.0115, until_s=0.0116)),
+        servers=(*HAND.servers, SimulatedServer(APART, role=Role.DECODE)),
+        faults=(ServerFault(server=1, from_s=0.0, until_s=1.0), ServerFault(server=2, from_s=0.0115, until_s=0.0116)),
     )
     (one,) = fleet(OpenLoop([[(0.005, job("a", 48, 3))]]), options).run()
     assert one.outcome is Outcome.COMPLETED
@@ -157,7 +159,7 @@ def test_a_decode_server_that_is_gone_costs_no_second_prefill() -> None:
 
 
 def test_without_decode_servers_prefill_servers_serve_whole_requests() -> None:
-    fault = Fault(server=1, from_s=0.0, until_s=100.0)
+    fault = ServerFault(server=1, from_s=0.0, until_s=100.0)
     workload = OpenLoop([[(5.0, job("a", 48, 3))]])
     (one,) = fleet(workload, dataclasses.replace(HAND, faults=(fault,))).run()
     assert (one.outcome, one.prefill, one.server) == (Outcome.COMPLETED, None, 0)

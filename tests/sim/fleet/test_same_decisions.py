@@ -31,7 +31,7 @@ from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.driver.runtime import Runtime
 from lbproxy.sim.engine.presets import PRESETS
 from lbproxy.sim.fleet.cluster import Fleet
-from lbproxy.sim.fleet.fleet import FleetOptions, Server
+from lbproxy.sim.fleet.fleet import FleetOptions, SimulatedServer
 from lbproxy.sim.workloads.catalogue import make_workload
 from tests.support.pool import submit
 
@@ -192,7 +192,7 @@ def test_both_drivers_give_the_same_decisions(policy: str, stream_share: float) 
     preset = PRESETS["qwen-32b-2xh100"]
     simulated = Recorder(policy, 1)
     options = FleetOptions(
-        servers=tuple(Server(preset, 1.0) for _ in range(3)),
+        servers=tuple(SimulatedServer(preset, 1.0) for _ in range(3)),
         block_tokens=256 if policy == "adaptive" else 64,
         stream_share=stream_share,
     )
@@ -209,7 +209,7 @@ def test_both_drivers_give_the_same_decisions(policy: str, stream_share: float) 
 def test_the_same_seed_gives_the_same_decisions_and_another_seed_others() -> None:
     def decisions(seed: int) -> list[Decision]:
         recorder = Recorder("adaptive", seed)
-        options = FleetOptions(servers=tuple(Server(PRESETS["qwen-32b-2xh100"], 1.0) for _ in range(3)))
+        options = FleetOptions(servers=tuple(SimulatedServer(PRESETS["qwen-32b-2xh100"], 1.0) for _ in range(3)))
         simulate(recorder, options, seed)
         return recorder.decisions
 

@@ -13,13 +13,13 @@ from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import Usage
 from lbproxy.sim.fleet.cluster import Fleet
-from lbproxy.sim.fleet.fleet import Fault, FaultKind, FleetOptions, Reported, Served, Server, ToldUsage
+from lbproxy.sim.fleet.fleet import FaultKind, FleetOptions, Reported, Served, ServerFault, SimulatedServer, ToldUsage
 from lbproxy.sim.workloads.workload import OpenLoop
 from tests.sim.engine.test_engine import STEADY
 from tests.sim.fleet.test_cluster import job, replicas
 from tests.sim.fleet.test_contradictions import listening
 
-ROOMY = Server(dataclasses.replace(STEADY, kv_tokens=100_000, max_model_len=8192))
+ROOMY = SimulatedServer(dataclasses.replace(STEADY, kv_tokens=100_000, max_model_len=8192))
 """10 ms a token."""
 
 
@@ -42,7 +42,7 @@ class Told(Balancer):
         super().close(ticket, outcome, now=now, usage=usage, **more)
 
 
-def told(spec: Server, *faults: Fault) -> tuple[Told, list[Served]]:
+def told(spec: SimulatedServer, *faults: ServerFault) -> tuple[Told, list[Served]]:
     """Of two requests with one prompt, of 40 tokens each, 1 s apart; the network takes no time."""
     made: list[Told] = []
 
@@ -92,7 +92,7 @@ def test_a_stream_may_begin_at_once() -> None:
 
 
 def test_a_stream_that_began_is_broken() -> None:
-    lost = Fault(server=0, from_s=0.005, until_s=0.006, kind=FaultKind.RESTARTED)
+    lost = ServerFault(server=0, from_s=0.005, until_s=0.006, kind=FaultKind.RESTARTED)
     for role_chunk, outcome in ((False, Outcome.UPSTREAM_RESET), (True, Outcome.UPSTREAM_BROKE)):
         _, served = told(dataclasses.replace(ROOMY, role_chunk=role_chunk), lost)
         assert served[0].outcome is outcome
@@ -100,14 +100,14 @@ def test_a_stream_that_began_is_broken() -> None:
 
 @pytest.mark.parametrize(("kind", "broken"), [(FaultKind.RESTARTED, True), (FaultKind.CLEARED, False)])
 def test_a_cache_is_lost_and_nothing_tells(kind: FaultKind, broken: bool) -> None:
-    fault = Fault(server=0, from_s=0.2, until_s=0.3, kind=kind)
+    fault = ServerFault(server=0, from_s=0.2, until_s=0.3, kind=kind)
     _balancer, served = told(ROOMY, fault)
     assert (served[0].outcome is Outcome.UPSTREAM_BROKE) == broken
     assert served[1].cached_tokens == 0
     assert {metrics.started_at for _, metrics in listening(_options(fault), (0.0, job("a", 10, 100)))} == {0.0}
 
 
-def _options(*faults: Fault, server: Server = ROOMY) -> FleetOptions:
+def _options(*faults: ServerFault, server: SimulatedServer = ROOMY) -> FleetOptions:
     return FleetOptions(servers=(server,), faults=faults, jitter=False)
 
 
@@ -128,7 +128,7 @@ def test_what_gauges_say(reported: Reported, seen: tuple[int, int]) -> None:
 
 
 def test_a_stale_page_is_new_again_after_that() -> None:
-    fault = Fault(server=0, from_s=0.5, until_s=3.0, kind=FaultKind.STALE)
+    fault = ServerFault(server=0, from_s=0.5, until_s=3.0, kind=FaultKind.STALE)
     heard = listening(_options(fault), (0.0, job("a", 10, 200)), (4.0, job("b", 10, 1)))
     assert {metrics.running for _, metrics in heard if 0.1 < metrics.scraped_at < 3} == {1}
     assert {metrics.running for _, metrics in heard if metrics.scraped_at > 3} == {0}

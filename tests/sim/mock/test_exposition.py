@@ -5,10 +5,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from lbproxy.core.engines.orca import LoadReport, read_report
-from lbproxy.sim.engine.engine import Gauges
+from lbproxy.sim.engine.engine import EngineGauges
 from lbproxy.sim.mock.exposition import Page, load_report, render
 
-GAUGES = Gauges(3, 5, 0.25, 1000, 400, 2, 900, 700)
+GAUGES = EngineGauges(3, 5, 0.25, 1000, 400, 2, 900, 700)
 
 
 def samples(page: Page) -> dict[str, list[tuple[dict[str, str], float]]]:

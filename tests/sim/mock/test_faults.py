@@ -13,7 +13,7 @@ from lbproxy.core.endpoints.breaker import Cause
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.fleet.cluster import Fleet
-from lbproxy.sim.fleet.fleet import Fault, FaultKind, FleetOptions, Served
+from lbproxy.sim.fleet.fleet import FaultKind, FleetOptions, Served, ServerFault
 from lbproxy.sim.workloads.workload import Workload
 from tests.sim.fleet.test_cluster import QWEN, replicas, small
 
@@ -25,7 +25,9 @@ policies = pytest.mark.parametrize("policy", POLICIES)
 class Story:
     """One run, and what is told of it."""
 
-    def __init__(self, policy: str, workload: Workload, *faults: Fault, servers: int = 4, **options: float) -> None:
+    def __init__(
+        self, policy: str, workload: Workload, *faults: ServerFault, servers: int = 4, **options: float
+    ) -> None:
         fleet_options = FleetOptions(servers=(QWEN,) * servers, faults=faults, **options)  # type: ignore[arg-type]
         fleet = Fleet(fleet_options, workload, replicas(policy), seed=1)
         self.served = fleet.run()
@@ -49,7 +51,7 @@ def steady(rate: float = 12.0, duration_s: float = 120.0) -> Workload:
 
 @policies
 def test_a_server_that_dies_is_left_alone_and_used_again_slowly(policy: str) -> None:
-    it = Story(policy, steady(), Fault(server=0, from_s=FROM_S, until_s=UNTIL_S))
+    it = Story(policy, steady(), ServerFault(server=0, from_s=FROM_S, until_s=UNTIL_S))
     assert set(it.outcomes) <= {Outcome.COMPLETED, Outcome.UPSTREAM_BROKE}, "who had no byte was answered elsewhere"
     assert it.first(Health.DOWN) <= FROM_S + 7.0
     assert not it.placed_on(0, FROM_S + 7.0, UNTIL_S)
@@ -62,7 +64,7 @@ def test_a_server_that_dies_is_left_alone_and_used_again_slowly(policy: str) -> 
 @policies
 def test_a_server_that_hangs_is_found_and_its_requests_are_answered_elsewhere(policy: str) -> None:
     """Its /health is 200 all the while and its gauges stand still."""
-    it = Story(policy, steady(), Fault(server=0, from_s=FROM_S, until_s=UNTIL_S, kind=FaultKind.HUNG))
+    it = Story(policy, steady(), ServerFault(server=0, from_s=FROM_S, until_s=UNTIL_S, kind=FaultKind.HUNG))
     ejected = [(at, cause) for at, _, state, cause in it.moves if state is Health.EJECTED]
     assert {cause for _, cause in ejected} <= {Cause.NO_PROGRESS, Cause.FAULTS}
     assert ejected[0][1] is Cause.NO_PROGRESS
@@ -79,7 +81,7 @@ def test_a_server_that_hangs_is_found_and_its_requests_are_answered_elsewhere(po
 @policies
 def test_a_server_that_fails_fast_gets_five_requests_and_one_in_a_hundred(policy: str) -> None:
     """It is always the least loaded: 500 after 1 ms, while the others take a second."""
-    it = Story(policy, steady(rate=20.0), Fault(server=0, from_s=FROM_S, until_s=UNTIL_S, kind=FaultKind.FAILING))
+    it = Story(policy, steady(rate=20.0), ServerFault(server=0, from_s=FROM_S, until_s=UNTIL_S, kind=FaultKind.FAILING))
     assert it.outcomes == {Outcome.COMPLETED: len(it.served)}, "all of them were answered elsewhere"
     during = [one for one in it.served if FROM_S <= one.submitted_at < UNTIL_S]
     failed = [one for one in during if one.attempts > 1]
@@ -90,7 +92,7 @@ def test_a_server_that_fails_fast_gets_five_requests_and_one_in_a_hundred(policy
 
 @pytest.mark.parametrize("kind", list(FaultKind))
 def test_every_server_failing_and_coming_back_leaves_nobody_behind(kind: FaultKind) -> None:
-    faults = [Fault(server=n, from_s=FROM_S, until_s=FROM_S + 15.0, kind=kind) for n in range(4)]
+    faults = [ServerFault(server=n, from_s=FROM_S, until_s=FROM_S + 15.0, kind=kind) for n in range(4)]
     it = Story("adaptive", steady(), *faults)
     late = [one for one in it.served if one.submitted_at > FROM_S + 20.0]
     assert {one.outcome for one in late} == {Outcome.COMPLETED}
@@ -115,7 +117,7 @@ def test_a_healthy_fleet_is_never_ejected_however_loaded(policy: str, scraped: b
 
 
 def test_equal_seeds_eject_alike() -> None:
-    fault = Fault(server=0, from_s=5.0, until_s=15.0, kind=FaultKind.FAILING)
+    fault = ServerFault(server=0, from_s=5.0, until_s=15.0, kind=FaultKind.FAILING)
     one, two = (Story("adaptive", steady(duration_s=30.0), fault).moves for _ in range(2))
     assert one == two
     assert one

@@ -23,7 +23,7 @@ from lbproxy.sim.workloads.coding_agents import (
     SUMMARISE_TOKENS,
     SYSTEM_TOKENS,
     TOOLS_TOKENS,
-    Role,
+    AgentRole,
 )
 from lbproxy.sim.workloads.workload import ANSWER_IDS, Arrival, Job, Workload
 
@@ -67,7 +67,7 @@ def many() -> list[Arrival]:
 def test_sizes_are_those_of_the_sources(many: list[Arrival]) -> None:
     """Within a quarter of TraceLab's 523 output tokens a request and of vLLM's 2,242 tokens of growth a turn."""
     jobs = [job for _, job in many]
-    output = fmean(job.answer.tokens for job in jobs if Role.ASSISTANT in job.roles)
+    output = fmean(job.answer.tokens for job in jobs if AgentRole.ASSISTANT in job.roles)
     growth = [
         after.prompt_tokens - before.prompt_tokens
         for turns in conversations(many).values()
@@ -137,8 +137,8 @@ def test_a_turn_begins_with_the_prompt_and_the_response_before_it(many: list[Arr
                 compactions += 1
             else:
                 assert after.prompt[: len(said)] == said
-                assert after.roles[len(before.roles)] == Role.ASSISTANT
-                assert set(after.roles[len(said) :]) <= {Role.USER, Role.RESULT}
+                assert after.roles[len(before.roles)] == AgentRole.ASSISTANT
+                assert set(after.roles[len(said) :]) <= {AgentRole.USER, AgentRole.RESULT}
     assert compactions > 3
 
 
@@ -208,7 +208,10 @@ def test_caches_fill_in_a_warm_up_that_does_not_count(many: list[Arrival]) -> No
 def test_people_and_sub_agents_can_be_left_out() -> None:
     arrivals = made(sessions=10, duration_s=300, person_share=0, delegate=0)
     assert not any(is_sub(job.id) for _, job in arrivals)
-    assert all(set(job.roles[5:]) <= {Role.ASSISTANT, Role.RESULT} or job.prompt_tokens > 40_000 for _, job in arrivals)
+    assert all(
+        set(job.roles[5:]) <= {AgentRole.ASSISTANT, AgentRole.RESULT} or job.prompt_tokens > 40_000
+        for _, job in arrivals
+    )
     with pytest.raises(UnknownWorkload, match="turns: expected a number above 0"):
         checked("coding-agents", {"turns": 0})
 

@@ -11,9 +11,9 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lbproxy.sim.mock.apis.call import Call, Choice, Identity, output_tokens_of, prompt_tokens_of
+from lbproxy.sim.mock.apis.call import GenerationCall, Identity, PlannedChoice, output_tokens_of, prompt_tokens_of
 from lbproxy.sim.mock.apis.chat import DONE
-from lbproxy.sim.mock.apis.fields import ApiError, Json, dump, invalid, model_of, required, shown
+from lbproxy.sim.mock.apis.fields import EngineError, Json, dump, invalid, model_of, required, shown
 from lbproxy.sim.mock.apis.media import audio
 
 MAX_PARTS = 64
@@ -55,16 +55,16 @@ def parse_form(body: bytes, content_type: str) -> dict[str, bytes]:
     return fields
 
 
-def parse(task: str, form: dict[str, bytes]) -> tuple[Call, AudioForm]:
+def parse(task: str, form: dict[str, bytes]) -> tuple[GenerationCall, AudioForm]:
     """A form of /v1/audio/transcriptions or /translations."""
     if "file" not in form:
         raise invalid("missing", "body.file", "Field required", shown(dict.fromkeys(form)))
     data = form["file"]
     if not data:
-        raise ApiError(400, "Invalid or unsupported audio file.", "BadRequestError")
+        raise EngineError(400, "Invalid or unsupported audio file.", "BadRequestError")
     texts = {name: value.decode("utf-8", "replace") for name, value in form.items() if name != "file"}
     prompt = audio(data) + f"<|{task}|>{texts.get('language', '')}{texts.get('prompt', '')}".encode()
-    call = Call(
+    call = GenerationCall(
         model=texts.get("model"), prompts=(prompt,), max_tokens=None, stream=texts.get("stream", "").lower() in _TRUE
     )
     verbose = texts.get("response_format") == "verbose_json"
@@ -80,7 +80,7 @@ def duration(data: bytes) -> float:
     return len(data) / BYTES_PER_SECOND
 
 
-def response_body(form: AudioForm, choice: Choice) -> bytes:
+def response_body(form: AudioForm, choice: PlannedChoice) -> bytes:
     """The complete body of a call that does not stream."""
     text = choice.answer.text.decode("ascii")
     if form.verbose:
@@ -91,7 +91,7 @@ def response_body(form: AudioForm, choice: Choice) -> bytes:
     return dump({"text": text, "usage": {"type": "duration", "seconds": math.ceil(form.seconds)}})
 
 
-class EventWriter:
+class TranscriptionEvents:
     """The server-sent events of one streamed transcription."""
 
     def __init__(self, identity: Identity, form: AudioForm) -> None:
@@ -99,22 +99,22 @@ class EventWriter:
         self._head = identity.head(kind)
         self._form = form
 
-    def accepted(self, choices: Sequence[Choice]) -> bytes:
+    def accepted(self, choices: Sequence[PlannedChoice]) -> bytes:
         """Nothing."""
         return b""
 
-    def opening(self, choices: Sequence[Choice]) -> bytes:
+    def opening(self, choices: Sequence[PlannedChoice]) -> bytes:
         """Nothing."""
         return b""
 
-    def token(self, choice: Choice, index: int, position: int) -> bytes:
+    def token(self, choice: PlannedChoice, index: int, position: int) -> bytes:
         """One token, the last one with the reason of the end."""
         said: Json = {"delta": {"content": choice.answer.token(position)}}
         if choice.is_last(position):
             said |= {"finish_reason": choice.answer.finish_reason, "stop_reason": choice.answer.stop_reason}
         return self._event([said])
 
-    def closing(self, choices: Sequence[Choice], cached_tokens: int) -> bytes:
+    def closing(self, choices: Sequence[PlannedChoice], cached_tokens: int) -> bytes:
         """The event that `stream_include_usage` asks for, and the end."""
         if not self._form.include_usage:
             return DONE

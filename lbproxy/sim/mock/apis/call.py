@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a request is for the engine, whichever API it came by: prompts, limits, and what each choice will say.
 
-Parsing (in the module of each API) is where untrusted input is checked and bounded; what leaves it as a `Call` needs no
-more checks but the model's length, which `plan` checks.
+Parsing (in the module of each API) is where untrusted input is checked and bounded; what leaves it as a
+`GenerationCall` needs no more checks but the model's length, which `plan` checks.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Protocol
 import xxhash
 
 from lbproxy.sim.engine.engine import SimRequest
-from lbproxy.sim.mock.apis.fields import ApiError, Json, canonical, invalid, refused, required, shown
+from lbproxy.sim.mock.apis.fields import EngineError, Json, canonical, invalid, refused, required, shown
 from lbproxy.sim.mock.apis.tools import Forced, SaidCall, choose, example
-from lbproxy.sim.mock.text import TOKEN_BYTES, Answer, answer, block_hashes, from_token_ids, pad, token_count
+from lbproxy.sim.mock.text import TOKEN_BYTES, PlannedAnswer, answer, block_hashes, from_token_ids, pad, token_count
 
 MAX_SEQUENCES = 2048
 """Prompts times choices in one call: OpenAI's limit for batched inputs."""
@@ -32,7 +32,7 @@ _GARBLED = bytes.maketrans(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class GenerationCall:
     """A generation request that is well-formed."""
 
     model: str | None
@@ -53,11 +53,11 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class PlannedChoice:
     """One sequence of a call, and what it will say."""
 
     prompt_tokens: int
-    answer: Answer
+    answer: PlannedAnswer
     block_hashes: list[int]
     adapter: str | None = None
     """The LoRA adapter that says it."""
@@ -102,7 +102,7 @@ class Identity:
         return f"{prefix}{xxhash.xxh3_64_hexdigest(f'{prefix}:{self.id}:{index}'.encode())}"
 
 
-def garbled(choice: Choice) -> Choice:
+def garbled(choice: PlannedChoice) -> PlannedChoice:
     """What a choice says when it was computed from wrong KV: as much, in the same form, and visibly something else."""
     said = choice.answer
     return replace(choice, answer=replace(said, text=said.text.translate(_GARBLED)))
@@ -111,26 +111,26 @@ def garbled(choice: Choice) -> Choice:
 class Writer(Protocol):
     """The server-sent events of one streamed response, in the form of one API."""
 
-    def accepted(self, choices: Sequence[Choice]) -> bytes:
+    def accepted(self, choices: Sequence[PlannedChoice]) -> bytes:
         """What goes out with the head, before anything is computed."""
 
-    def opening(self, choices: Sequence[Choice]) -> bytes:
+    def opening(self, choices: Sequence[PlannedChoice]) -> bytes:
         """What goes before the first token."""
 
-    def token(self, choice: Choice, index: int, position: int) -> bytes:
+    def token(self, choice: PlannedChoice, index: int, position: int) -> bytes:
         """One token of one choice."""
 
-    def closing(self, choices: Sequence[Choice], cached_tokens: int) -> bytes:
+    def closing(self, choices: Sequence[PlannedChoice], cached_tokens: int) -> bytes:
         """What follows the last token of the last choice. `cached_tokens`: of all prompts."""
 
 
-def plan(call: Call, *, max_model_len: int, seed: int, adapter: str | None = None) -> list[Choice]:
+def plan(call: GenerationCall, *, max_model_len: int, seed: int, adapter: str | None = None) -> list[PlannedChoice]:
     """What the server will do for a call: `n` choices for each prompt, in the order of their indexes. Each adapter says
     something else.
 
-    Raises `ApiError` for what does not fit into the model. Linear in the tokens, and so bounded.
+    Raises `EngineError` for what does not fit into the model. Linear in the tokens, and so bounded.
     """
-    choices: list[Choice] = []
+    choices: list[PlannedChoice] = []
     tokens = 0
     for prompt in call.prompts:
         prompt_tokens = token_count(len(prompt))
@@ -150,7 +150,7 @@ def plan(call: Call, *, max_model_len: int, seed: int, adapter: str | None = Non
             else:
                 said = answer(prompt, key, max_tokens=limit, natural_end=natural_end, stop=call.stop)
             hashes = block_hashes(pad(prompt) + said.computed, adapter)
-            choices.append(Choice(prompt_tokens, said, hashes, adapter, said_call))
+            choices.append(PlannedChoice(prompt_tokens, said, hashes, adapter, said_call))
     return choices
 
 
@@ -158,22 +158,22 @@ def _key_of(key: str, prompt: bytes) -> str:
     return f"{key}:{xxhash.xxh3_64_hexdigest(prompt)}"
 
 
-def _given_answer(text: str, limit: int) -> Answer:
+def _given_answer(text: str, limit: int) -> PlannedAnswer:
     said = text.encode("ascii")[: limit * TOKEN_BYTES]
     reason = "stop" if len(said) == len(text) else "length"
-    return Answer(said, token_count(len(said)), reason, None, said)
+    return PlannedAnswer(said, token_count(len(said)), reason, None, said)
 
 
-def prefills(prompts: Sequence[bytes], *, max_model_len: int, adapter: str | None = None) -> list[Choice]:
+def prefills(prompts: Sequence[bytes], *, max_model_len: int, adapter: str | None = None) -> list[PlannedChoice]:
     """What prompts are that are read and answered without text (embeddings, scores): each with the one token that the
     engine cannot do without.
     """
-    nothing = Answer(b"", 1, "stop", None, b"")
-    choices: list[Choice] = []
+    nothing = PlannedAnswer(b"", 1, "stop", None, b"")
+    choices: list[PlannedChoice] = []
     for prompt in prompts:
         prompt_tokens = token_count(len(prompt))
         _output_limit(prompt_tokens, 1, max_model_len)
-        choices.append(Choice(prompt_tokens, nothing, block_hashes(pad(prompt), adapter), adapter))
+        choices.append(PlannedChoice(prompt_tokens, nothing, block_hashes(pad(prompt), adapter), adapter))
     return choices
 
 
@@ -227,7 +227,7 @@ def prompts_in(fields: Json, name: str) -> tuple[bytes, ...]:
         else:
             raise invalid("string_type", f"body.{name}", "Input should be a valid string", shown(prompt))
     if not all(prompts):
-        raise ApiError(400, f"Either {name} or {name}_embeds must be provided and non-empty.", "BadRequestError")
+        raise EngineError(400, f"Either {name} or {name}_embeds must be provided and non-empty.", "BadRequestError")
     return tuple(prompts)
 
 
@@ -239,11 +239,11 @@ def text_of_ids(ids: list[object], name: str) -> bytes:
         raise invalid("int_type", f"body.{name}", "Input should be valid token ids", shown(ids)) from None
 
 
-def prompt_tokens_of(choices: Sequence[Choice], n: int = 1) -> int:
+def prompt_tokens_of(choices: Sequence[PlannedChoice], n: int = 1) -> int:
     """Tokens of all prompts: one counts once however many choices were made from it."""
     return sum(choice.prompt_tokens for choice in choices[::n])
 
 
-def output_tokens_of(choices: Sequence[Choice]) -> int:
+def output_tokens_of(choices: Sequence[PlannedChoice]) -> int:
     """Tokens generated."""
     return sum(choice.answer.tokens for choice in choices)

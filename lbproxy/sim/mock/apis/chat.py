@@ -12,9 +12,9 @@ import orjson
 
 from lbproxy.sim.mock.apis.call import (
     MAX_SEQUENCES,
-    Call,
-    Choice,
+    GenerationCall,
     Identity,
+    PlannedChoice,
     at_least_one,
     output_tokens_of,
     prompt_tokens_of,
@@ -42,7 +42,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class ResponseForm:
     """What of a request decides the form of its response, and not its work."""
 
     chat: bool
@@ -52,7 +52,7 @@ class Form:
     """vLLM then ends with `stop`, and with `tool_calls` after any other tool call."""
 
 
-def parse_chat(fields: Json) -> tuple[Call, Form]:
+def parse_chat(fields: Json) -> tuple[GenerationCall, ResponseForm]:
     """A body of /v1/chat/completions."""
     limit = integer(fields, "max_completion_tokens")
     if limit is None:
@@ -61,7 +61,7 @@ def parse_chat(fields: Json) -> tuple[Call, Form]:
     return _call(fields, chat=True, prompts=(prompt,), max_tokens=limit, forced=forced)
 
 
-def parse_completion(fields: Json) -> tuple[Call, Form]:
+def parse_completion(fields: Json) -> tuple[GenerationCall, ResponseForm]:
     """A body of /v1/completions."""
     limit = integer(fields, "max_tokens")
     if limit is None:
@@ -127,7 +127,7 @@ def _forced(fields: Json, tools: Sequence[Tool]) -> Forced | None:
 
 def _call(
     fields: Json, *, chat: bool, prompts: tuple[bytes, ...], max_tokens: int | None, forced: Forced | None
-) -> tuple[Call, Form]:
+) -> tuple[GenerationCall, ResponseForm]:
     at_least_one(max_tokens)
     n = integer(fields, "n")
     n = 1 if n is None else n
@@ -136,7 +136,7 @@ def _call(
     options = fields.get("stream_options") or {}
     if not isinstance(options, dict):
         raise invalid("model_type", "body.stream_options", "Input should be a valid dictionary", shown(options))
-    call = Call(
+    call = GenerationCall(
         model=model_of(fields),
         prompts=prompts,
         max_tokens=max_tokens,
@@ -148,13 +148,13 @@ def _call(
         forced=forced,
         schema=schema_of(fields.get("response_format"), "response_format") if chat else None,
     )
-    return call, Form(chat, n, boolean(options, "include_usage"), forced is not None and forced.named)
+    return call, ResponseForm(chat, n, boolean(options, "include_usage"), forced is not None and forced.named)
 
 
 # Responses.
 
 
-def usage(choices: Sequence[Choice], n: int, cached_tokens: int) -> Json:
+def usage(choices: Sequence[PlannedChoice], n: int, cached_tokens: int) -> Json:
     """The usage object of a finished call; `cached_tokens` over all of its prompts."""
     prompt_tokens = prompt_tokens_of(choices, n)
     completion_tokens = output_tokens_of(choices)
@@ -166,7 +166,9 @@ def usage(choices: Sequence[Choice], n: int, cached_tokens: int) -> Json:
     }
 
 
-def response_body(identity: Identity, form: Form, choices: Sequence[Choice], cached_tokens: int) -> bytes:
+def response_body(
+    identity: Identity, form: ResponseForm, choices: Sequence[PlannedChoice], cached_tokens: int
+) -> bytes:
     """The complete body of a call that does not stream."""
     body = identity.head("chat.completion" if form.chat else "text_completion")
     body["choices"] = [_whole_choice(identity, form, index, choice) for index, choice in enumerate(choices)]
@@ -175,7 +177,7 @@ def response_body(identity: Identity, form: Form, choices: Sequence[Choice], cac
     return orjson.dumps(body)
 
 
-def _whole_choice(identity: Identity, form: Form, index: int, choice: Choice) -> Json:
+def _whole_choice(identity: Identity, form: ResponseForm, index: int, choice: PlannedChoice) -> Json:
     said: Json = {"text": choice.answer.text.decode("ascii")}
     if form.chat:
         message: Json = {"role": "assistant", "content": said["text"], "refusal": None, "function_call": None}
@@ -196,15 +198,15 @@ def _whole_choice(identity: Identity, form: Form, index: int, choice: Choice) ->
     }
 
 
-def _finish_reason(form: Form, choice: Choice) -> str:
+def _finish_reason(form: ResponseForm, choice: PlannedChoice) -> str:
     reason = choice.answer.finish_reason
     return "tool_calls" if choice.call is not None and reason == "stop" and not form.named_tool else reason
 
 
-class EventWriter:
+class ChatEvents:
     """The server-sent events of one streamed response: one for each token, fast enough for hundreds of streams."""
 
-    def __init__(self, identity: Identity, form: Form) -> None:
+    def __init__(self, identity: Identity, form: ResponseForm) -> None:
         self._identity = identity
         self._form = form
         self._kind = "chat.completion.chunk" if form.chat else "text_completion"
@@ -220,11 +222,11 @@ class EventWriter:
                 b'"prompt_token_ids":null,"token_ids":null}]}\n\n'
             )
 
-    def accepted(self, choices: Sequence[Choice]) -> bytes:
+    def accepted(self, choices: Sequence[PlannedChoice]) -> bytes:
         """Nothing."""
         return b""
 
-    def opening(self, choices: Sequence[Choice]) -> bytes:
+    def opening(self, choices: Sequence[PlannedChoice]) -> bytes:
         """What goes before the first token: the roles in a chat, nothing in a completion."""
         if not self._form.chat:
             return b""
@@ -234,21 +236,21 @@ class EventWriter:
             for index in range(len(choices))
         )
 
-    def token(self, choice: Choice, index: int, position: int) -> bytes:
+    def token(self, choice: PlannedChoice, index: int, position: int) -> bytes:
         """One token of one choice, the last one with the reason of its end."""
         if choice.is_last(position) or choice.call is not None:
             return self._slow_token(choice, index, position)
         text = orjson.dumps(choice.answer.token(position))
         return b"%b%d%b%b%b" % (self._before_index, index, self._before_text, text, self._after_text)
 
-    def closing(self, choices: Sequence[Choice], cached_tokens: int) -> bytes:
+    def closing(self, choices: Sequence[PlannedChoice], cached_tokens: int) -> bytes:
         """The event that `include_usage` asks for, and the end."""
         if not self._form.include_usage:
             return DONE
         used = usage(choices, self._form.n, cached_tokens)
         return self._event([], usage=used, system_fingerprint=FINGERPRINT) + DONE
 
-    def _slow_token(self, choice: Choice, index: int, position: int) -> bytes:
+    def _slow_token(self, choice: PlannedChoice, index: int, position: int) -> bytes:
         said: Json = {"text": choice.answer.token(position)}
         last = choice.is_last(position)
         if choice.call is not None:
@@ -268,7 +270,7 @@ class EventWriter:
         }
         return self._event([body], system_fingerprint=FINGERPRINT)
 
-    def _call_delta(self, choice: Choice, index: int, position: int) -> Json:
+    def _call_delta(self, choice: PlannedChoice, index: int, position: int) -> Json:
         """What one token adds to the tool call: its name with the first, then pieces of its arguments."""
         assert choice.call is not None
         call: Json = {"index": 0}

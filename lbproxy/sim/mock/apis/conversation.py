@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lbproxy.sim.mock.apis.fields import ApiError, Json, canonical, invalid, load_json, shown
+from lbproxy.sim.mock.apis.fields import EngineError, Json, canonical, invalid, load_json, shown
 from lbproxy.sim.mock.apis.media import audio_in, image_at, image_in
 from lbproxy.sim.mock.apis.tools import Tool, call_text
 from lbproxy.sim.mock.text import TOKEN_BYTES, render_chat
@@ -21,14 +21,14 @@ MAX_MEDIA = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ConversationTurn:
     """What one side said."""
 
     role: str
     content: bytes
 
 
-def render(turns: Sequence[Turn], tools: Sequence[Tool]) -> bytes:
+def render(turns: Sequence[ConversationTurn], tools: Sequence[Tool]) -> bytes:
     """The prompt: tools first, as templates have them, then the turns, and the assistant's turn opened."""
     said: list[tuple[str, str | bytes]] = [(turn.role, turn.content) for turn in turns]
     if tools:
@@ -39,14 +39,14 @@ def render(turns: Sequence[Turn], tools: Sequence[Tool]) -> bytes:
 class Turns:
     """Turns as they are read; starts with those of a conversation that it continues."""
 
-    def __init__(self, former: Sequence[Turn] = ()) -> None:
+    def __init__(self, former: Sequence[ConversationTurn] = ()) -> None:
         self._said = [(turn.role, [turn.content]) for turn in former]
         self._media = 0
 
     @property
-    def turns(self) -> list[Turn]:
+    def turns(self) -> list[ConversationTurn]:
         """All of them. Linear in their bytes."""
-        return [Turn(role, b"".join(pieces)) for role, pieces in self._said]
+        return [ConversationTurn(role, b"".join(pieces)) for role, pieces in self._said]
 
     def add(self, role: str, content: bytes) -> None:
         """One more turn."""
@@ -87,7 +87,9 @@ class Turns:
         if medium:
             self._media += 1
             if self._media > MAX_MEDIA:
-                raise ApiError(400, f"At most {MAX_MEDIA} image(s) may be provided in one prompt.", "BadRequestError")
+                raise EngineError(
+                    400, f"At most {MAX_MEDIA} image(s) may be provided in one prompt.", "BadRequestError"
+                )
         return medium, False
 
 
@@ -101,7 +103,7 @@ def called(name: object, arguments: object) -> bytes:
     if isinstance(arguments, str):
         try:
             arguments = load_json(arguments.encode())
-        except ApiError:
+        except EngineError:
             return call_text(str(name), str(arguments)).encode()
     return call_text(str(name), canonical(arguments if isinstance(arguments, dict) else {})).encode()
 

@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 
 
-class ApiError(Exception):
+class EngineError(Exception):
     """A response other than 200, in vLLM's words."""
 
     def __init__(self, status: int, message: str, kind: str, param: str | None = None) -> None:
@@ -47,13 +47,13 @@ def load_json(body: bytes) -> Json:
 
 
 def canonical(value: object) -> str:
-    """JSON in ASCII with sorted keys: equal values are equal text, whoever wrote them. Raises `ApiError` for what is
+    """JSON in ASCII with sorted keys: equal values are equal text, whoever wrote them. Raises `EngineError` for what is
     nested too deeply (254 levels, orjson's limit).
     """
     try:
         text = orjson.dumps(value, option=orjson.OPT_SORT_KEYS).decode()
     except orjson.JSONEncodeError:
-        raise ApiError(400, "The JSON is nested too deeply.", "BadRequestError") from None
+        raise EngineError(400, "The JSON is nested too deeply.", "BadRequestError") from None
     return _NOT_ASCII.sub(lambda found: _escaped(found[0]), text)
 
 
@@ -63,11 +63,11 @@ def _escaped(character: str) -> str:
 
 
 def dump(value: object) -> bytes:
-    """A response's JSON, which may repeat what the client sent. Raises `ApiError` as `canonical` does."""
+    """A response's JSON, which may repeat what the client sent. Raises `EngineError` as `canonical` does."""
     try:
         return orjson.dumps(value)
     except orjson.JSONEncodeError:
-        raise ApiError(400, "The JSON is nested too deeply.", "BadRequestError") from None
+        raise EngineError(400, "The JSON is nested too deeply.", "BadRequestError") from None
 
 
 def model_of(fields: Json) -> str | None:
@@ -136,15 +136,15 @@ def stops(fields: Json, name: str = "stop") -> tuple[str, ...]:
     return tuple(found)
 
 
-def invalid(kind: str, location: str, message: str, context: str) -> ApiError:
+def invalid(kind: str, location: str, message: str, context: str) -> EngineError:
     """What vLLM makes of a pydantic error."""
     details = f"{{'type': '{kind}', 'loc': '{location}', 'msg': '{message}', {context}}}"
-    return ApiError(400, f"1 validation error:\n  {details}", "Bad Request", location)
+    return EngineError(400, f"1 validation error:\n  {details}", "Bad Request", location)
 
 
-def refused(message: str, name: str, value: object) -> ApiError:
+def refused(message: str, name: str, value: object) -> EngineError:
     """What vLLM says of a value that is well-formed and cannot be."""
-    return ApiError(400, f"{message} (parameter={name}, value={value})", "BadRequestError", name)
+    return EngineError(400, f"{message} (parameter={name}, value={value})", "BadRequestError", name)
 
 
 def shown(value: object) -> str:

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import orjson
 
-from lbproxy.sim.mock.apis.call import Call, Choice, Identity, at_least_one
+from lbproxy.sim.mock.apis.call import GenerationCall, Identity, PlannedChoice, at_least_one
 from lbproxy.sim.mock.apis.conversation import Turns, called, render, thought
 from lbproxy.sim.mock.apis.fields import (
-    ApiError,
+    EngineError,
     Json,
     boolean,
     dump,
@@ -33,11 +33,11 @@ BILLING_HEADER = "x-anthropic-billing-header"
 _CHOICES = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
 
 
-def parse(fields: Json) -> Call:
+def parse(fields: Json) -> GenerationCall:
     """A body of /v1/messages."""
     required(fields, "max_tokens")
     model, prompt, forced = _prompt(fields)
-    return Call(
+    return GenerationCall(
         model=model,
         prompts=(prompt,),
         max_tokens=at_least_one(integer(fields, "max_tokens")),
@@ -53,7 +53,7 @@ def parse_count(fields: Json) -> tuple[str | None, bytes]:
     return model, prompt
 
 
-def error_body(error: ApiError) -> bytes:
+def error_body(error: EngineError) -> bytes:
     """A refusal in Anthropic's form. Bodies that are not well-formed get vLLM's own: FastAPI refuses them before the
     API that they are for is known.
     """
@@ -161,7 +161,7 @@ def count_body(tokens: int) -> bytes:
     return orjson.dumps({"input_tokens": tokens, "context_management": {"original_input_tokens": tokens}})
 
 
-def usage(choice: Choice, cached_tokens: int) -> Json:
+def usage(choice: PlannedChoice, cached_tokens: int) -> Json:
     """The usage of a finished response."""
     return {
         "input_tokens": choice.prompt_tokens - cached_tokens,
@@ -171,7 +171,7 @@ def usage(choice: Choice, cached_tokens: int) -> Json:
     }
 
 
-def response_body(identity: Identity, choice: Choice, cached_tokens: int) -> bytes:
+def response_body(identity: Identity, choice: PlannedChoice, cached_tokens: int) -> bytes:
     """The complete body of a call that does not stream."""
     block: Json = {"type": "text", "text": choice.answer.text.decode("ascii")}
     if choice.call is not None:
@@ -198,12 +198,12 @@ def _parsed(arguments: str) -> object:
         return {}
 
 
-def _tool_block(identity: Identity, choice: Choice) -> Json:
+def _tool_block(identity: Identity, choice: PlannedChoice) -> Json:
     assert choice.call is not None
     return {"type": "tool_use", "id": identity.part("chatcmpl-tool-"), "name": choice.call.name, "input": {}}
 
 
-def _stop(choice: Choice) -> tuple[str, str | None]:
+def _stop(choice: PlannedChoice) -> tuple[str, str | None]:
     """Why it ended, and the stop sequence."""
     if choice.answer.finish_reason == "length":
         return "max_tokens", None
@@ -214,18 +214,18 @@ def _stop(choice: Choice) -> tuple[str, str | None]:
     return "end_turn", None
 
 
-class EventWriter:
+class MessageEvents:
     """The server-sent events of one streamed message."""
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
         self._begun = False
 
-    def accepted(self, choices: Sequence[Choice]) -> bytes:
+    def accepted(self, choices: Sequence[PlannedChoice]) -> bytes:
         """Nothing."""
         return b""
 
-    def opening(self, choices: Sequence[Choice]) -> bytes:
+    def opening(self, choices: Sequence[PlannedChoice]) -> bytes:
         """The message as it begins."""
         message: Json = {
             "id": self._identity.id,
@@ -239,7 +239,7 @@ class EventWriter:
         }
         return _event("message_start", {"message": message})
 
-    def token(self, choice: Choice, index: int, position: int) -> bytes:
+    def token(self, choice: PlannedChoice, index: int, position: int) -> bytes:
         """What one token adds; nothing if it has no text."""
         if choice.call is not None:
             piece = choice.arguments(position)
@@ -255,7 +255,7 @@ class EventWriter:
         self._begun = True
         return begin + _event("content_block_delta", {"delta": delta, "index": 0})
 
-    def closing(self, choices: Sequence[Choice], cached_tokens: int) -> bytes:
+    def closing(self, choices: Sequence[PlannedChoice], cached_tokens: int) -> bytes:
         """The ends of the block and of the message."""
         reason, stop = _stop(choices[0])
         delta = {"stop_reason": reason, "stop_sequence": stop}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lbproxy.sim.mock.apis.call import MAX_SEQUENCES, Call, Choice, Identity, at_least_one, prompts_in
+from lbproxy.sim.mock.apis.call import MAX_SEQUENCES, GenerationCall, Identity, PlannedChoice, at_least_one, prompts_in
 from lbproxy.sim.mock.apis.chat import DONE
 from lbproxy.sim.mock.apis.fields import Json, boolean, dump, integer, refused, shown, stops, text_of, typed
 from lbproxy.sim.mock.text import TOKEN_BYTES, to_token_ids
@@ -18,7 +18,7 @@ SGLANG_TOKENS = 128
 """SGLang's default for `max_new_tokens`."""
 
 
-def parse_generate(fields: Json) -> tuple[Call, bool]:
+def parse_generate(fields: Json) -> tuple[GenerationCall, bool]:
     """A body of SGLang's /generate, and whether its response is a list: it is for several prompts or choices."""
     name = "text" if fields.get("text") is not None else "input_ids"
     prompts = prompts_in(fields, name)
@@ -28,7 +28,7 @@ def parse_generate(fields: Json) -> tuple[Call, bool]:
     n = 1 if n is None else n
     if not 1 <= n * len(prompts) <= MAX_SEQUENCES:
         raise refused(f"n must be at least 1, and at most {MAX_SEQUENCES} with all prompts.", "n", n)
-    call = Call(
+    call = GenerationCall(
         model=text_of(fields, "lora_path"),
         prompts=prompts,
         max_tokens=at_least_one(SGLANG_TOKENS if limit is None else limit, "max_new_tokens"),
@@ -42,13 +42,13 @@ def parse_generate(fields: Json) -> tuple[Call, bool]:
     return call, several or n > 1
 
 
-def generate_body(identity: Identity, choices: Sequence[Choice], cached_tokens: int, *, several: bool) -> bytes:
+def generate_body(identity: Identity, choices: Sequence[PlannedChoice], cached_tokens: int, *, several: bool) -> bytes:
     """The complete body of /generate."""
     bodies = [_generated(identity, choice, choice.answer.tokens, cached_tokens) for choice in choices]
     return dump(bodies if several else bodies[0])
 
 
-def _generated(identity: Identity, choice: Choice, tokens: int, cached_tokens: int) -> Json:
+def _generated(identity: Identity, choice: PlannedChoice, tokens: int, cached_tokens: int) -> Json:
     said = choice.answer
     ended = tokens == said.tokens
     reason: Json = {"type": said.finish_reason}
@@ -77,11 +77,11 @@ class _BareWriter:
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
 
-    def accepted(self, choices: Sequence[Choice]) -> bytes:
+    def accepted(self, choices: Sequence[PlannedChoice]) -> bytes:
         """Nothing."""
         return b""
 
-    def opening(self, choices: Sequence[Choice]) -> bytes:
+    def opening(self, choices: Sequence[PlannedChoice]) -> bytes:
         """Nothing."""
         return b""
 
@@ -89,14 +89,14 @@ class _BareWriter:
 class GenerateWriter(_BareWriter):
     """The server-sent events of SGLang's /generate."""
 
-    def token(self, choice: Choice, index: int, position: int) -> bytes:
+    def token(self, choice: PlannedChoice, index: int, position: int) -> bytes:
         """All of the text up to one token. What was cached stands in the last event only: it is known by then."""
         if choice.is_last(position):
             return b""
         body = _generated(self._identity, choice, position + 1, 0) | {"index": index}
         return b"data: " + dump(body) + b"\n\n"
 
-    def closing(self, choices: Sequence[Choice], cached_tokens: int) -> bytes:
+    def closing(self, choices: Sequence[PlannedChoice], cached_tokens: int) -> bytes:
         """The complete text of each choice, and the end."""
         bodies = [
             _generated(self._identity, choice, choice.answer.tokens, cached_tokens) | {"index": index}
@@ -105,7 +105,7 @@ class GenerateWriter(_BareWriter):
         return b"".join(b"data: " + dump(body) + b"\n\n" for body in bodies) + DONE
 
 
-def parse_llamacpp(fields: Json, *, infill: bool) -> Call:
+def parse_llamacpp(fields: Json, *, infill: bool) -> GenerationCall:
     """A body of llama.cpp's /completion, or of /infill: what stands before and behind, with the prompt in between."""
     limit = integer(fields, "n_predict")
     if limit is not None and limit < 0:
@@ -116,7 +116,7 @@ def parse_llamacpp(fields: Json, *, infill: bool) -> Call:
     prompts = prompts_in(fields, "prompt")
     if len(prompts) > 1:
         raise refused("Several prompts in one request are not simulated.", "prompt", shown(fields["prompt"]))
-    return Call(
+    return GenerationCall(
         model=text_of(fields, "model"),
         prompts=prompts,
         max_tokens=at_least_one(limit, "n_predict"),
@@ -127,7 +127,7 @@ def parse_llamacpp(fields: Json, *, infill: bool) -> Call:
     )
 
 
-def completed(identity: Identity, choice: Choice, cached_tokens: int, *, content: str) -> Json:
+def completed(identity: Identity, choice: PlannedChoice, cached_tokens: int, *, content: str) -> Json:
     """The body of llama.cpp, and the last event of a stream, which has no text."""
     said = choice.answer
     kind = "limit" if said.finish_reason == "length" else "eos" if said.stop_reason is None else "word"
@@ -153,7 +153,7 @@ def completed(identity: Identity, choice: Choice, cached_tokens: int, *, content
     }
 
 
-def completed_body(identity: Identity, choice: Choice, cached_tokens: int) -> bytes:
+def completed_body(identity: Identity, choice: PlannedChoice, cached_tokens: int) -> bytes:
     """The complete body of llama.cpp."""
     return dump(completed(identity, choice, cached_tokens, content=choice.answer.text.decode("ascii")))
 
@@ -161,13 +161,13 @@ def completed_body(identity: Identity, choice: Choice, cached_tokens: int) -> by
 class LlamacppWriter(_BareWriter):
     """The server-sent events of llama.cpp's own API."""
 
-    def token(self, choice: Choice, index: int, position: int) -> bytes:
+    def token(self, choice: PlannedChoice, index: int, position: int) -> bytes:
         """One token."""
         text = choice.answer.token(position)
         body: Json = {"index": 0, "content": text, "tokens": to_token_ids(text.encode()), "stop": False, "id_slot": 0}
         counts = {"tokens_predicted": position + 1, "tokens_evaluated": choice.prompt_tokens}
         return b"data: " + dump(body | counts) + b"\n\n"
 
-    def closing(self, choices: Sequence[Choice], cached_tokens: int) -> bytes:
+    def closing(self, choices: Sequence[PlannedChoice], cached_tokens: int) -> bytes:
         """The event with the figures."""
         return b"data: " + dump(completed(self._identity, choices[0], cached_tokens, content="")) + b"\n\n"

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from hashlib import shake_128
 from itertools import zip_longest
 
-from lbproxy.sim.mock.apis.call import MAX_SEQUENCES, Choice, Identity, prompt_tokens_of, prompts_in, text_of_ids
+from lbproxy.sim.mock.apis.call import MAX_SEQUENCES, Identity, PlannedChoice, prompt_tokens_of, prompts_in, text_of_ids
 from lbproxy.sim.mock.apis.chat import chat_prompt
 from lbproxy.sim.mock.apis.fields import (
-    ApiError,
+    EngineError,
     Json,
     boolean,
     dump,
@@ -80,7 +80,7 @@ def parse_score(fields: Json) -> PoolingCall:
     else:
         raise invalid("missing", "body.text_1", "Field required", shown(fields))
     if len(left) not in (1, len(right)):
-        raise ApiError(400, "Input lengths must be either 1:1, 1:N or N:N", "BadRequestError")
+        raise EngineError(400, "Input lengths must be either 1:1, 1:N or N:N", "BadRequestError")
     pairs = zip_longest(left, right, fillvalue=left[0])
     return PoolingCall("score", model_of(fields), tuple(_pair(one, other) for one, other in pairs))
 
@@ -124,7 +124,7 @@ def _text(one: object, name: str) -> bytes:
 # Responses.
 
 
-def response_body(identity: Identity, call: PoolingCall, choices: Sequence[Choice]) -> bytes:
+def response_body(identity: Identity, call: PoolingCall, choices: Sequence[PlannedChoice]) -> bytes:
     """The body for any of these calls."""
     tokens = prompt_tokens_of(choices)
     used: Json = {"prompt_tokens": tokens, "total_tokens": tokens}

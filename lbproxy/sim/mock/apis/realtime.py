@@ -12,9 +12,9 @@ import base64
 import binascii
 from dataclasses import dataclass, field
 
-from lbproxy.sim.mock.apis.call import Call, Choice, Identity, at_least_one
-from lbproxy.sim.mock.apis.conversation import Turn, Turns, render
-from lbproxy.sim.mock.apis.fields import ApiError, Json, dump, integer, text_of, typed
+from lbproxy.sim.mock.apis.call import GenerationCall, Identity, PlannedChoice, at_least_one
+from lbproxy.sim.mock.apis.conversation import ConversationTurn, Turns, render
+from lbproxy.sim.mock.apis.fields import EngineError, Json, dump, integer, text_of, typed
 from lbproxy.sim.mock.apis.media import audio as audio_filler
 
 MAX_AUDIO_BYTES = 8 * 2**20
@@ -24,7 +24,7 @@ MAX_TURNS = 1024
 
 
 @dataclass(slots=True)
-class Session:
+class RealtimeSession:
     """One connection's conversation."""
 
     identity: Identity
@@ -32,7 +32,7 @@ class Session:
     validated: bool
     """vLLM takes audio only after `session.update` has named the model. A model in the URL counts here."""
     instructions: str = ""
-    turns: list[Turn] | None = None
+    turns: list[ConversationTurn] | None = None
     audio: bytearray = field(default_factory=bytearray)
     """What was appended since the last commit."""
     replies: int = 0
@@ -40,16 +40,16 @@ class Session:
 
     def say(self, role: str, content: bytes) -> None:
         """One more turn."""
-        self.turns = [*(self.turns or [])[1 - MAX_TURNS :], Turn(role, content)]
+        self.turns = [*(self.turns or [])[1 - MAX_TURNS :], ConversationTurn(role, content)]
 
     def append(self, event: Json) -> None:
-        """Audio in base64. Raises `ApiError` if it is none, or too much."""
+        """Audio in base64. Raises `EngineError` if it is none, or too much."""
         try:
             data = base64.b64decode(text_of(event, "audio") or "")
         except (binascii.Error, ValueError):
             data = b""
         if not data or len(self.audio) + len(data) > MAX_AUDIO_BYTES:
-            raise ApiError(400, "Invalid audio data", "invalid_audio")
+            raise EngineError(400, "Invalid audio data", "invalid_audio")
         self.audio += data
 
     def read_item(self, event: Json) -> None:
@@ -59,21 +59,21 @@ class Session:
         content = turns.content(item.get("content") or item.get("output"), "item.content")
         self.say(text_of(item, "role") or "tool", content)
 
-    def response_call(self, event: Json) -> Call:
+    def response_call(self, event: Json) -> GenerationCall:
         """What `response.create` asks for."""
         options = typed(event, "response", dict, "dictionary") or {}
         given = options.get("max_output_tokens")
         limit = None if given == "inf" else at_least_one(integer(options, "max_output_tokens"), "max_output_tokens")
         instructions = text_of(options, "instructions") or self.instructions
-        system = [Turn("system", instructions.encode())] if instructions else []
+        system = [ConversationTurn("system", instructions.encode())] if instructions else []
         prompt = render([*system, *(self.turns or [])], [])
-        return Call(model=self.identity.model, prompts=(prompt,), max_tokens=limit)
+        return GenerationCall(model=self.identity.model, prompts=(prompt,), max_tokens=limit)
 
-    def transcription_call(self) -> Call:
+    def transcription_call(self) -> GenerationCall:
         """What a committed buffer asks for."""
         recording, self.audio = bytes(self.audio), bytearray()
         prompt = audio_filler(recording) + b"<|transcribe|>"
-        return Call(model=self.identity.model, prompts=(prompt,), max_tokens=None)
+        return GenerationCall(model=self.identity.model, prompts=(prompt,), max_tokens=None)
 
     def created(self) -> str:
         """The first event of the connection: vLLM's fields, then OpenAI's."""
@@ -94,7 +94,7 @@ class Session:
         """One token of a reply."""
         return self._event({"type": "response.output_text.delta", **self._place(), "delta": text})
 
-    def end(self, choice: Choice, cached_tokens: int) -> list[str]:
+    def end(self, choice: PlannedChoice, cached_tokens: int) -> list[str]:
         """The events after a reply's last token."""
         text = choice.answer.text.decode("ascii")
         used: Json = {
@@ -138,7 +138,7 @@ def transcript_delta(text: str) -> str:
     return dump({"type": "transcription.delta", "delta": text}).decode()
 
 
-def transcript_done(choice: Choice) -> str:
+def transcript_done(choice: PlannedChoice) -> str:
     """The end of a transcription, in vLLM's form."""
     said = choice.answer
     used = {

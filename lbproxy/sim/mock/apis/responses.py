@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import orjson
 
-from lbproxy.sim.mock.apis.call import Call, Choice, Identity, at_least_one
-from lbproxy.sim.mock.apis.conversation import Turn, Turns, called, render, thought
+from lbproxy.sim.mock.apis.call import GenerationCall, Identity, PlannedChoice, at_least_one
+from lbproxy.sim.mock.apis.conversation import ConversationTurn, Turns, called, render, thought
 from lbproxy.sim.mock.apis.fields import (
-    ApiError,
+    EngineError,
     Json,
     boolean,
     dump,
@@ -36,29 +36,29 @@ from lbproxy.sim.mock.apis.tools import Forced, Tool, forced_by, schema_of, tool
 class ResponsesCall:
     """A request that is well-formed."""
 
-    call: Call
-    turns: tuple[Turn, ...]
+    call: GenerationCall
+    turns: tuple[ConversationTurn, ...]
     """The conversation up to the response, without instructions."""
     fields: Json
     """What the response object repeats of the request."""
     store: bool
     background: bool
 
-    def remembered(self, choice: Choice) -> tuple[Turn, ...]:
+    def remembered(self, choice: PlannedChoice) -> tuple[ConversationTurn, ...]:
         """The conversation with its response, for the next request."""
-        return (*self.turns, Turn("assistant", choice.answer.text))
+        return (*self.turns, ConversationTurn("assistant", choice.answer.text))
 
 
-def parse(fields: Json, former: Sequence[Turn] = ()) -> ResponsesCall:
+def parse(fields: Json, former: Sequence[ConversationTurn] = ()) -> ResponsesCall:
     """A body of POST /v1/responses. `former`: the conversation of `previous_response_id`."""
     tools = [tool for tool in map(_tool, objects(fields, "tools")) if tool is not None]
     forced = _forced(fields, tools)
     instructions = text_of(fields, "instructions")
     turns = tuple(_read(required(fields, "input"), former).turns)
-    system = [Turn("system", instructions.encode())] if instructions else []
+    system = [ConversationTurn("system", instructions.encode())] if instructions else []
     limit = at_least_one(integer(fields, "max_output_tokens"))
     text = typed(fields, "text", dict, "dictionary")
-    call = Call(
+    call = GenerationCall(
         model=model_of(fields),
         prompts=(render([*system, *turns], tools),),
         max_tokens=limit,
@@ -80,14 +80,14 @@ def previous_id(fields: Json) -> str | None:
     return text_of(fields, "previous_response_id")
 
 
-def not_found(response_id: str) -> ApiError:
+def not_found(response_id: str) -> EngineError:
     """vLLM's words for a response that it does not have."""
-    return ApiError(404, f"Response with id '{response_id}' not found.", "invalid_request_error", "response_id")
+    return EngineError(404, f"Response with id '{response_id}' not found.", "invalid_request_error", "response_id")
 
 
-def not_cancellable() -> ApiError:
+def not_cancellable() -> EngineError:
     """vLLM's words for one that has ended, or never ran in the background."""
-    return ApiError(400, "Cannot cancel a synchronous response.", "invalid_request_error", "response_id")
+    return EngineError(400, "Cannot cancel a synchronous response.", "invalid_request_error", "response_id")
 
 
 def _repeated(fields: Json) -> Json:
@@ -134,7 +134,7 @@ def _forced(fields: Json, tools: Sequence[Tool]) -> Forced | None:
     return forced_by("named", tools, choice.get("name"))
 
 
-def _read(given: object, former: Sequence[Turn]) -> Turns:
+def _read(given: object, former: Sequence[ConversationTurn]) -> Turns:
     turns = Turns(former)
     if isinstance(given, str):
         turns.add("user", given.encode())
@@ -178,7 +178,7 @@ def _read_item(turns: Turns, item: Json, where: str, thinking: bytes) -> bytes:
 # Responses.
 
 
-def usage(choice: Choice, cached_tokens: int) -> Json:
+def usage(choice: PlannedChoice, cached_tokens: int) -> Json:
     """The usage object of a finished response."""
     return {
         "input_tokens": choice.prompt_tokens,
@@ -208,7 +208,7 @@ class ResponseWriter:
         self._max_model_len = max_model_len
         self._events = 0
 
-    def body(self, choice: Choice, status: str, cached_tokens: int = 0) -> Json:
+    def body(self, choice: PlannedChoice, status: str, cached_tokens: int = 0) -> Json:
         """The response object. `status`: queued, in_progress, cancelled; `completed` becomes `incomplete` by itself."""
         done = status == "completed"
         cut = done and choice.answer.finish_reason == "length"
@@ -243,13 +243,13 @@ class ResponseWriter:
             **dict.fromkeys(("kv_transfer_params", "ec_transfer_params", "input_messages", "output_messages")),
         }
 
-    def accepted(self, choices: Sequence[Choice]) -> bytes:
+    def accepted(self, choices: Sequence[PlannedChoice]) -> bytes:
         """The response as it begins: vLLM sends it before anything is computed."""
         begun = self.body(choices[0], "in_progress")
         created = self._event("response.created", {"response": begun})
         return created + self._event("response.in_progress", {"response": begun})
 
-    def opening(self, choices: Sequence[Choice]) -> bytes:
+    def opening(self, choices: Sequence[PlannedChoice]) -> bytes:
         """The one item of the output as it begins."""
         (choice,) = choices
         item = self._item(choice, "in_progress")
@@ -260,7 +260,7 @@ class ResponseWriter:
             events.append(self._event("response.content_part.added", fields))
         return b"".join(events)
 
-    def token(self, choice: Choice, index: int, position: int) -> bytes:
+    def token(self, choice: PlannedChoice, index: int, position: int) -> bytes:
         """What one token adds; nothing if it has no text."""
         item_id = self._item_id(choice)
         if choice.call is not None:
@@ -271,7 +271,7 @@ class ResponseWriter:
         fields = {"content_index": 0, "delta": text, "item_id": item_id, "logprobs": [], "output_index": 0}
         return self._event("response.output_text.delta", fields) if text else b""
 
-    def closing(self, choices: Sequence[Choice], cached_tokens: int) -> bytes:
+    def closing(self, choices: Sequence[PlannedChoice], cached_tokens: int) -> bytes:
         """The ends of the text, of the item and of the response."""
         (choice,) = choices
         item = self._item(choice, "completed")
@@ -292,7 +292,7 @@ class ResponseWriter:
         events.append(self._event("response.completed", {"response": whole}))
         return b"".join(events)
 
-    def _item(self, choice: Choice, status: str) -> Json:
+    def _item(self, choice: PlannedChoice, status: str) -> Json:
         """The one item of the output: a message, or a call."""
         done = status == "completed"
         if choice.call is not None:
@@ -314,7 +314,7 @@ class ResponseWriter:
             "phase": None,
         }
 
-    def _item_id(self, choice: Choice) -> str:
+    def _item_id(self, choice: PlannedChoice) -> str:
         return self._identity.part("msg_" if choice.call is None else "fc_")
 
     def _event(self, kind: str, fields: Json, **after: object) -> bytes:

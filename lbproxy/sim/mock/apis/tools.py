@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import shake_128
 
-from lbproxy.sim.mock.apis.fields import ApiError, Json, canonical
+from lbproxy.sim.mock.apis.fields import EngineError, Json, canonical
 
 MAX_DEPTH = 6
 """Of arguments; below it they are null."""
@@ -54,9 +54,11 @@ class SaidCall:
 def tool_of(name: object, description: object, schema: object) -> Tool:
     """A tool, checked. A schema without a type is one of an object, as vLLM takes it."""
     if not isinstance(name, str) or not name:
-        raise ApiError(400, "A tool must have a name.", "BadRequestError", "tools")
+        raise EngineError(400, "A tool must have a name.", "BadRequestError", "tools")
     if schema is not None and not isinstance(schema, dict):
-        raise ApiError(400, f"The parameters of the tool `{name}` must be a JSON schema.", "BadRequestError", "tools")
+        raise EngineError(
+            400, f"The parameters of the tool `{name}` must be a JSON schema.", "BadRequestError", "tools"
+        )
     full = {"type": "object", **(schema or {})}
     text = canonical({"name": name, "description": description, "parameters": full})
     return Tool(name, text, full)
@@ -67,14 +69,14 @@ def forced_by(choice: str, tools: Sequence[Tool], name: object = None) -> Forced
     if choice in ("auto", "none"):
         return None
     if not tools:
-        raise ApiError(400, "When using `tool_choice`, `tools` must be set.", "BadRequestError", "tool_choice")
+        raise EngineError(400, "When using `tool_choice`, `tools` must be set.", "BadRequestError", "tool_choice")
     if choice == "required":
         return Forced(tuple(tools), False)
     for tool in tools:
         if tool.name == name:
             return Forced((tool,), True)
     message = "The tool specified in `tool_choice` does not match any of the specified `tools`"
-    raise ApiError(400, message, "BadRequestError", "tool_choice")
+    raise EngineError(400, message, "BadRequestError", "tool_choice")
 
 
 def call_text(name: str, arguments: str) -> str:
@@ -109,7 +111,7 @@ def schema_of(form: object, where: str) -> Json | None:
         if isinstance(schema, dict):
             return schema
     message = f"`{where}` must be `text`, `json_object`, or `json_schema` with a schema."
-    raise ApiError(400, message, "BadRequestError", where)
+    raise EngineError(400, message, "BadRequestError", where)
 
 
 def example(schema: object, key: str) -> object:

@@ -3,7 +3,7 @@
 
 It stands for NIXL's zmq and SGLang's bootstrap server; its words are the mocks' own. `Channel` listens and calls, and
 owns every connection and task of that; `RemoteKv` is the KV of one request at another server, as the engine wants it
-(`Source`). The reader says what it wants in its first line, then `beat` while it waits, and at last `done` (it was
+(`KvSource`). The reader says what it wants in its first line, then `beat` while it waits, and at last `done` (it was
 read) or `drop` (it is not wanted any more):
 
     claim ENGINE REQUEST  |  room NUMBER          ->  held [CACHED]  |  expired  |  lost
@@ -27,14 +27,14 @@ _CLOSING_S = 1.0
 _STATES = {"held": KvState.HELD, "expired": KvState.EXPIRED, "lost": KvState.LOST}
 
 
-class Peer(asyncio.Protocol):
+class ChannelPeer(asyncio.Protocol):
     """One connection. `heard` gets each line as words, `lost` is called at its end."""
 
     def __init__(
         self,
-        heard: Callable[[Peer, list[str]], None],
-        lost: Callable[[Peer], None],
-        made: Callable[[Peer], None],
+        heard: Callable[[ChannelPeer, list[str]], None],
+        lost: Callable[[ChannelPeer], None],
+        made: Callable[[ChannelPeer], None],
     ) -> None:
         self._made = made
         self.name = ""
@@ -82,27 +82,27 @@ class Channel:
     def __init__(self) -> None:
         self.port = 0
         self._server: asyncio.Server | None = None
-        self._peers: set[Peer] = set()
+        self._peers: set[ChannelPeer] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def listen(
-        self, host: str, port: int, heard: Callable[[Peer, list[str]], None], lost: Callable[[Peer], None]
+        self, host: str, port: int, heard: Callable[[ChannelPeer, list[str]], None], lost: Callable[[ChannelPeer], None]
     ) -> None:
         """Take calls from now on. Raises OSError."""
 
         self._server = await asyncio.get_running_loop().create_server(lambda: self.peer(heard, lost), host, port)
         self.port = self._server.sockets[0].getsockname()[1]
 
-    def peer(self, heard: Callable[[Peer, list[str]], None], lost: Callable[[Peer], None]) -> Peer:
+    def peer(self, heard: Callable[[ChannelPeer, list[str]], None], lost: Callable[[ChannelPeer], None]) -> ChannelPeer:
         """One that is closed with the channel, if it is connected then."""
 
-        def gone(peer: Peer) -> None:
+        def gone(peer: ChannelPeer) -> None:
             self._peers.discard(peer)
             lost(peer)
 
-        return Peer(heard, gone, self._peers.add)
+        return ChannelPeer(heard, gone, self._peers.add)
 
-    def call(self, host: str, port: int, peer: Peer, connected: Callable[[bool], None]) -> None:
+    def call(self, host: str, port: int, peer: ChannelPeer, connected: Callable[[bool], None]) -> None:
         """Connect; `connected` is told whether that worked."""
 
         async def connect() -> None:
@@ -138,7 +138,7 @@ class Channel:
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class ReadTimeouts:
     """How long a reader waits; seconds."""
 
     reply_s: float
@@ -150,14 +150,14 @@ class Patience:
 
 
 class RemoteKv:
-    """The KV of one request's prompt at another server: a `Source` for the engine."""
+    """The KV of one request's prompt at another server: a `KvSource` for the engine."""
 
     def __init__(
         self,
         channel: Channel,
         address: tuple[str, int],
         claim: tuple[object, ...],
-        patience: Patience,
+        patience: ReadTimeouts,
         *,
         recompute: bool = False,
     ) -> None:
@@ -173,7 +173,7 @@ class RemoteKv:
         self._address = address
         self._patience = patience
         self._last_word: str | None = None
-        self._peer: Peer | None = None
+        self._peer: ChannelPeer | None = None
         self._is_connected = self._is_over = False
         self._timer: asyncio.TimerHandle | None = None
         self._beats: asyncio.TimerHandle | None = None
@@ -241,7 +241,7 @@ class RemoteKv:
         self._peer.say("beat")
         self._beats = asyncio.get_running_loop().call_later(every_s, self._beat, every_s)
 
-    def _heard(self, peer: Peer, words: list[str]) -> None:
+    def _heard(self, peer: ChannelPeer, words: list[str]) -> None:
         if words[0] not in _STATES:
             peer.close()
             return
@@ -251,7 +251,7 @@ class RemoteKv:
             self._timer.cancel()
         self._become(_STATES[words[0]])
 
-    def _lost(self, _peer: Peer) -> None:
+    def _lost(self, _peer: ChannelPeer) -> None:
         if not self._is_over and self.state in (KvState.PENDING, KvState.HELD):
             self._become(KvState.LOST)
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a connector adds to a call: KV that is to be held when it ends, KV that comes from elsewhere, and the words for
-both. A server without a connector has `Connector` itself, which adds nothing.
+both. A server without a connector has `ServerConnector` itself, which adds nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from lbproxy.sim.engine.sequence import Hold, KvState, Source
-from lbproxy.sim.mock.apis.call import Call, Choice
+from lbproxy.sim.engine.sequence import Hold, KvSource, KvState
+from lbproxy.sim.mock.apis.call import GenerationCall, PlannedChoice
 from lbproxy.sim.mock.apis.fields import Json
 
 
@@ -18,7 +18,7 @@ class Leg:
     kills = False
     """The engine does not survive it."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: GenerationCall) -> None:
         self.call = call
         """As the engine is to have it."""
 
@@ -26,18 +26,18 @@ class Leg:
         """The data-parallel rank that computes it. `named`: by the client."""
         return named
 
-    def hold(self, index: int, choice: Choice) -> Hold | None:
+    def hold(self, index: int, choice: PlannedChoice) -> Hold | None:
         """For one of its choices: the KV is to be held at its end."""
         return None
 
-    def source(self, index: int) -> Source | None:
+    def source(self, index: int) -> KvSource | None:
         """For one of its choices: where its KV comes from."""
         return None
 
-    def watch(self, index: int, source: Source, poke: Callable[[], None]) -> None:
+    def watch(self, index: int, source: KvSource, poke: Callable[[], None]) -> None:
         """The engine has the choice: call `poke` when the state of its source changes."""
 
-    def first(self, index: int, choice: Choice, cached_tokens: int) -> None:
+    def first(self, index: int, choice: PlannedChoice, cached_tokens: int) -> None:
         """A choice is prefilled, with so much of it found here."""
 
     def cached_tokens(self, own: int, received: int) -> int:
@@ -74,7 +74,7 @@ class Nothing:
         """Nobody was asked."""
 
 
-class Connector:
+class ServerConnector:
     """One server's."""
 
     async def start(self, host: str) -> None:
@@ -83,7 +83,7 @@ class Connector:
     async def close(self) -> None:
         """Stop that."""
 
-    def leg(self, fields: Json, call: Call, request_id: str) -> Leg:
+    def leg(self, fields: Json, call: GenerationCall, request_id: str) -> Leg:
         """A call that has arrived with this body. Raises ApiError."""
         return Leg(call)
 

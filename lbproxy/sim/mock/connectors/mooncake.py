@@ -17,14 +17,14 @@ from functools import partial
 import aiohttp
 from aiohttp import web
 
-from lbproxy.sim.engine.sequence import Hold, KvState, Source
-from lbproxy.sim.mock.apis.call import Call, Choice
+from lbproxy.sim.engine.sequence import Hold, KvSource, KvState
+from lbproxy.sim.mock.apis.call import GenerationCall, PlannedChoice
 from lbproxy.sim.mock.apis.fields import Json
-from lbproxy.sim.mock.connectors.channel import Channel, Patience, Peer, RemoteKv
-from lbproxy.sim.mock.connectors.legs import Connector, Leg, Nothing
+from lbproxy.sim.mock.connectors.channel import Channel, ChannelPeer, ReadTimeouts, RemoteKv
+from lbproxy.sim.mock.connectors.legs import Leg, Nothing, ServerConnector
 from lbproxy.sim.mock.mock_options import MockOptions
 from lbproxy.sim.mock.serving.driver import Driver
-from lbproxy.sim.mock.transfer.mooncake import QUERY_PATH, Params, parse, query_body, worker_of
+from lbproxy.sim.mock.transfer.mooncake import QUERY_PATH, MooncakeParams, parse, query_body, worker_of
 
 WAIT_S = 480.0
 """VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT: how long KV is held, and a prefill is waited for."""
@@ -38,14 +38,14 @@ MAX_TRANSFERS = 65_536
 
 
 @dataclass(slots=True, eq=False)
-class _Transfer:
+class _PrefillTransfer:
     """What is known of one at the prefill."""
 
     hold: Hold | None = None
-    peer: Peer | None = None
+    peer: ChannelPeer | None = None
 
 
-class Mooncake(Connector):
+class Mooncake(ServerConnector):
     """The connector of one server."""
 
     def __init__(self, options: MockOptions, driver: Driver) -> None:
@@ -56,7 +56,7 @@ class Mooncake(Connector):
         self.channel = Channel()
         self._driver = driver
         self._port = 0
-        self._transfers: dict[str, _Transfer] = {}
+        self._transfers: dict[str, _PrefillTransfer] = {}
         self._bootstrap: web.AppRunner | None = None
 
     async def start(self, host: str) -> None:
@@ -88,25 +88,25 @@ class Mooncake(Connector):
         body = query_body(self.engine_id, (self.options.host, self.channel.port))
         return web.Response(body=body, content_type="application/json")
 
-    def leg(self, fields: Json, call: Call, request_id: str) -> Leg:
+    def leg(self, fields: Json, call: GenerationCall, request_id: str) -> Leg:
         """A call; those without params are computed here as a whole."""
         params = parse(fields)
         if params is None:
             return Leg(call)
         if params.is_decode:
-            return DecodeLeg(self, call, params)
-        return PrefillLeg(self, call, params, masks_end=fields.get("min_tokens") == 1 or call.ignore_eos)
+            return MooncakeDecodeLeg(self, call, params)
+        return MooncakePrefillLeg(self, call, params, masks_end=fields.get("min_tokens") == 1 or call.ignore_eos)
 
     def offer(self, transfer_id: str) -> Hold | None:
         """KV that a decode may ask for; None if another has the id."""
-        transfer = self._transfers.setdefault(transfer_id, _Transfer())
+        transfer = self._transfers.setdefault(transfer_id, _PrefillTransfer())
         if transfer.hold is not None:
             return None
         transfer.hold = hold = Hold(self.wait_s)
         hold.changed = partial(self._changed, transfer_id, transfer, hold)
         return hold
 
-    def _changed(self, transfer_id: str, transfer: _Transfer, hold: Hold) -> None:
+    def _changed(self, transfer_id: str, transfer: _PrefillTransfer, hold: Hold) -> None:
         if hold.state is KvState.HELD:
             if transfer.peer is not None:
                 transfer.peer.say("held")
@@ -114,10 +114,10 @@ class Mooncake(Connector):
             # A decode that waits is told nothing.
             self._transfers.pop(transfer_id, None)
 
-    def _heard(self, peer: Peer, words: list[str]) -> None:
+    def _heard(self, peer: ChannelPeer, words: list[str]) -> None:
         match words:
             case ["claim", engine_id, transfer_id] if not peer.name:
-                transfer = self._transfers.setdefault(transfer_id, _Transfer())
+                transfer = self._transfers.setdefault(transfer_id, _PrefillTransfer())
                 if engine_id != self.engine_id or transfer.peer is not None or len(self._transfers) > MAX_TRANSFERS:
                     peer.say("lost")
                     return
@@ -126,13 +126,13 @@ class Mooncake(Connector):
                 if transfer.hold is not None and transfer.hold.state is KvState.HELD:
                     peer.say("held")
             case ["done" | "drop"] if peer.name:
-                transfer = self._transfers.get(peer.name, _Transfer())
+                transfer = self._transfers.get(peer.name, _PrefillTransfer())
                 if transfer.peer is peer and transfer.hold is not None:
                     self._driver.release(transfer.hold)
             case _:
                 peer.close()
 
-    def _lost(self, peer: Peer) -> None:
+    def _lost(self, peer: ChannelPeer) -> None:
         transfer = self._transfers.get(peer.name)
         if transfer is not None and transfer.peer is peer:
             transfer.peer = None
@@ -140,17 +140,17 @@ class Mooncake(Connector):
                 del self._transfers[peer.name]
 
 
-class PrefillLeg(Leg):
+class MooncakePrefillLeg(Leg):
     """Its KV is held when it ends, if that is by its length."""
 
-    def __init__(self, mooncake: Mooncake, call: Call, params: Params, *, masks_end: bool) -> None:
+    def __init__(self, mooncake: Mooncake, call: GenerationCall, params: MooncakeParams, *, masks_end: bool) -> None:
         super().__init__(call)
         self.kills = params.kills(mooncake.options.role)
         self._mooncake = mooncake
         self._transfer_id = params.transfer_id
         self._masks_end = masks_end
 
-    def hold(self, index: int, choice: Choice) -> Hold | None:
+    def hold(self, index: int, choice: PlannedChoice) -> Hold | None:
         """For the first choice. If that ends by itself, or by a stop string, vLLM frees it at once."""
         is_held = self._masks_end or choice.answer.finish_reason == "length"
         return self._mooncake.offer(self._transfer_id) if index == 0 and self._transfer_id and is_held else None
@@ -159,8 +159,8 @@ class PrefillLeg(Leg):
 class _WorkersKv(RemoteKv):
     """KV whose worker has to be asked for first."""
 
-    def __init__(self, mooncake: Mooncake, params: Params) -> None:
-        patience = Patience(mooncake.wait_s + RECEIVE_S, refused_s=0.0)
+    def __init__(self, mooncake: Mooncake, params: MooncakeParams) -> None:
+        patience = ReadTimeouts(mooncake.wait_s + RECEIVE_S, refused_s=0.0)
         super().__init__(mooncake.channel, ("", 0), ("claim", params.engine_id, params.transfer_id), patience)
         self._params = params
         self._is_asked = False
@@ -192,20 +192,20 @@ class _WorkersKv(RemoteKv):
             self._connect(worker)
 
 
-class DecodeLeg(Leg):
+class MooncakeDecodeLeg(Leg):
     """Its KV comes from elsewhere."""
 
-    def __init__(self, mooncake: Mooncake, call: Call, params: Params) -> None:
+    def __init__(self, mooncake: Mooncake, call: GenerationCall, params: MooncakeParams) -> None:
         super().__init__(call)
         self.kills = params.kills(mooncake.options.role)
         choices = len(call.prompts) * call.n if params.is_complete and not self.kills else 0
         self._sources = [_WorkersKv(mooncake, params) for _ in range(choices)]
 
-    def source(self, index: int) -> Source:
+    def source(self, index: int) -> KvSource:
         """What the params name."""
         return self._sources[index] if self._sources else Nothing()
 
-    def watch(self, index: int, source: Source, poke: Callable[[], None]) -> None:
+    def watch(self, index: int, source: KvSource, poke: Callable[[], None]) -> None:
         """When the other server has replied."""
         if isinstance(source, RemoteKv):
             source.changed = poke

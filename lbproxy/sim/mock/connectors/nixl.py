@@ -12,14 +12,14 @@ import secrets
 from collections.abc import Callable
 from functools import partial
 
-from lbproxy.sim.engine.sequence import LEASE_S, RENEWAL_SHARE, Hold, KvState, Source
-from lbproxy.sim.mock.apis.call import Call, Choice
+from lbproxy.sim.engine.sequence import LEASE_S, RENEWAL_SHARE, Hold, KvSource, KvState
+from lbproxy.sim.mock.apis.call import GenerationCall, PlannedChoice
 from lbproxy.sim.mock.apis.fields import Json
-from lbproxy.sim.mock.connectors.channel import Channel, Patience, Peer, RemoteKv
-from lbproxy.sim.mock.connectors.legs import Connector, Leg, Nothing
+from lbproxy.sim.mock.connectors.channel import Channel, ChannelPeer, ReadTimeouts, RemoteKv
+from lbproxy.sim.mock.connectors.legs import Leg, Nothing, ServerConnector
 from lbproxy.sim.mock.mock_options import MockOptions
 from lbproxy.sim.mock.serving.driver import Driver
-from lbproxy.sim.mock.transfer.nixl import Params, Pull, parse, response_params
+from lbproxy.sim.mock.transfer.nixl import NixlParams, Pull, parse, response_params
 
 HANDSHAKE_S = 5.0
 """After which vLLM takes a prefill that does not reply for dead (zmq RCVTIMEO)."""
@@ -28,7 +28,7 @@ MAX_ID = 200
 """Characters of a request id of a client's."""
 
 
-class Nixl(Connector):
+class Nixl(ServerConnector):
     """The connector of one server."""
 
     def __init__(self, options: MockOptions, driver: Driver) -> None:
@@ -55,15 +55,15 @@ class Nixl(Connector):
         is_any = self.options.host in ("0.0.0.0", "::")  # noqa: S104 - compared
         return "localhost" if is_any else self.options.host, self.channel.port
 
-    def leg(self, fields: Json, call: Call, request_id: str) -> Leg:
+    def leg(self, fields: Json, call: GenerationCall, request_id: str) -> Leg:
         """A call; those without params are computed here as a whole."""
         params = parse(fields)
         if params is None:
             return Leg(call)
         choices = len(call.prompts) * call.n
         if params.pull is not None:
-            return DecodeLeg(self, call, params, choices)
-        return PrefillLeg(self, call, request_id, choices) if params.is_prefill else Leg(call)
+            return NixlDecodeLeg(self, call, params, choices)
+        return NixlPrefillLeg(self, call, request_id, choices) if params.is_prefill else Leg(call)
 
     def offer(self, name: str) -> Hold:
         """KV that decodes may claim under a name."""
@@ -76,7 +76,7 @@ class Nixl(Connector):
         if hold.state is not KvState.HELD:
             self.held.pop(name, None)
 
-    def _heard(self, peer: Peer, words: list[str]) -> None:
+    def _heard(self, peer: ChannelPeer, words: list[str]) -> None:
         now = asyncio.get_running_loop().time()
         match words:
             case ["claim", engine_id, name]:
@@ -102,10 +102,10 @@ class Nixl(Connector):
         return name in self.held
 
 
-class PrefillLeg(Leg):
+class NixlPrefillLeg(Leg):
     """Its KV is held when it ends."""
 
-    def __init__(self, nixl: Nixl, call: Call, request_id: str, choices: int) -> None:
+    def __init__(self, nixl: Nixl, call: GenerationCall, request_id: str, choices: int) -> None:
         super().__init__(call)
         self._nixl = nixl
         # The id may be the client's: without spaces it is one word on the side channel.
@@ -114,11 +114,11 @@ class PrefillLeg(Leg):
         self._holds: dict[int, Hold] = {}
         self._prompt_tokens = 0
 
-    def hold(self, index: int, choice: Choice) -> Hold:
+    def hold(self, index: int, choice: PlannedChoice) -> Hold:
         """For each choice, though the response tells of the first alone."""
         return self._holds.setdefault(index, self._nixl.offer(self._names[index]))
 
-    def first(self, index: int, choice: Choice, cached_tokens: int) -> None:
+    def first(self, index: int, choice: PlannedChoice, cached_tokens: int) -> None:
         """Note its length."""
         if index == 0:
             self._prompt_tokens = choice.prompt_tokens
@@ -160,10 +160,10 @@ class _Wrong:
         self._source.abandon(now=now)
 
 
-class DecodeLeg(Leg):
+class NixlDecodeLeg(Leg):
     """Its KV comes from elsewhere."""
 
-    def __init__(self, nixl: Nixl, call: Call, params: Params, choices: int) -> None:
+    def __init__(self, nixl: Nixl, call: GenerationCall, params: NixlParams, choices: int) -> None:
         super().__init__(call)
         self.kills = params.pull is Pull.KILLS
         self._params = params
@@ -179,20 +179,20 @@ class DecodeLeg(Leg):
             nixl.channel,
             (params.host, params.port),
             ("claim", *(text.replace(" ", "_") for text in (params.engine_id, params.request_id))),
-            Patience(HANDSHAKE_S, refused_s, nixl.lease_s),
+            ReadTimeouts(HANDSHAKE_S, refused_s, nixl.lease_s),
             recompute=nixl.options.kv_load_failure == "recompute",
         )
         # The heartbeats begin when the request is in the queue.
         source.call()
         return source
 
-    def source(self, index: int) -> Source:
+    def source(self, index: int) -> KvSource:
         """What the params name, for whichever prompt: of a list, all but the first get another one's KV."""
         if not self._sources:
             return Nothing()
         return self._sources[index] if index < self.call.n else _Wrong(self._sources[index])
 
-    def watch(self, index: int, source: Source, poke: Callable[[], None]) -> None:
+    def watch(self, index: int, source: KvSource, poke: Callable[[], None]) -> None:
         """When the other server has replied."""
         if isinstance(source, RemoteKv):
             source.changed = poke

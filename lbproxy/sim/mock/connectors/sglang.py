@@ -12,11 +12,11 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from lbproxy.sim.engine.sequence import Hold, KvState, Source
-from lbproxy.sim.mock.apis.call import Call, Choice
-from lbproxy.sim.mock.apis.fields import ApiError, Json
-from lbproxy.sim.mock.connectors.channel import Channel, Patience, Peer, RemoteKv
-from lbproxy.sim.mock.connectors.legs import Connector, Leg
+from lbproxy.sim.engine.sequence import Hold, KvSource, KvState
+from lbproxy.sim.mock.apis.call import GenerationCall, PlannedChoice
+from lbproxy.sim.mock.apis.fields import EngineError, Json
+from lbproxy.sim.mock.connectors.channel import Channel, ChannelPeer, ReadTimeouts, RemoteKv
+from lbproxy.sim.mock.connectors.legs import Leg, ServerConnector
 from lbproxy.sim.mock.mock_options import MockOptions
 from lbproxy.sim.mock.serving.driver import Driver
 from lbproxy.sim.mock.transfer.sglang import DEFAULT_PORT, Meeting, parse
@@ -28,10 +28,10 @@ MAX_ROOMS = 65_536
 
 
 @dataclass(slots=True, eq=False)
-class Room:
+class BootstrapRoom:
     """Where one prompt's prefill and decode meet."""
 
-    peer: Peer | None = None
+    peer: ChannelPeer | None = None
     """The decode."""
     is_prefilled_here: bool = False
     """The prefill has come."""
@@ -40,7 +40,7 @@ class Room:
     """None = not yet; False = it never will be."""
 
 
-class Sglang(Connector):
+class Sglang(ServerConnector):
     """The connector of one server that prefills or decodes."""
 
     def __init__(self, options: MockOptions, driver: Driver) -> None:
@@ -48,11 +48,11 @@ class Sglang(Connector):
         self.driver = driver
         self.wait_s = WAIT_S if options.kv_lease is None else options.kv_lease
         self.channel = Channel()
-        self.rooms: dict[int, Room] = {}
+        self.rooms: dict[int, BootstrapRoom] = {}
         self.failed_bootstraps = self.failed_transfers = 0
-        self.bootstrapping: set[PrefillLeg] = set()
+        self.bootstrapping: set[SglangPrefillLeg] = set()
         """Prefills whose decode has not come."""
-        self.inflight: set[PrefillLeg] = set()
+        self.inflight: set[SglangPrefillLeg] = set()
         """Prefills that are computed and not read."""
 
     async def start(self, host: str) -> None:
@@ -92,15 +92,15 @@ class Sglang(Connector):
             "num_transfer_failed_reqs_total": failed,
         }
 
-    def leg(self, fields: Json, call: Call, request_id: str) -> Leg:
+    def leg(self, fields: Json, call: GenerationCall, request_id: str) -> Leg:
         """Every call is one half of one. Raises ApiError without a room."""
         meetings = parse(fields, prompts=len(call.prompts), n=call.n, own_port=self.address[1])
-        return (PrefillLeg if self.options.role == "prefill" else DecodeLeg)(self, call, meetings)
+        return (SglangPrefillLeg if self.options.role == "prefill" else SglangDecodeLeg)(self, call, meetings)
 
-    def _heard(self, peer: Peer, words: list[str]) -> None:
+    def _heard(self, peer: ChannelPeer, words: list[str]) -> None:
         match words:
             case ["room", number] if number.isdecimal() and len(number) < 20 and not peer.name:
-                room = self.rooms.setdefault(int(number), Room())
+                room = self.rooms.setdefault(int(number), BootstrapRoom())
                 if room.peer is not None or len(self.rooms) > MAX_ROOMS:
                     peer.say("lost")
                     return
@@ -112,10 +112,10 @@ class Sglang(Connector):
             case _:
                 peer.close()
 
-    def _lost(self, peer: Peer) -> None:
+    def _lost(self, peer: ChannelPeer) -> None:
         self._end(peer, was_read=False)
 
-    def _end(self, peer: Peer, *, was_read: bool) -> None:
+    def _end(self, peer: ChannelPeer, *, was_read: bool) -> None:
         room = self.rooms.get(int(peer.name or -1))
         if room is None or room.peer is not peer:
             return
@@ -125,22 +125,22 @@ class Sglang(Connector):
             del self.rooms[int(peer.name)]
 
 
-class PrefillLeg(Leg):
+class SglangPrefillLeg(Leg):
     """The half that computes the prompts."""
 
-    def __init__(self, sglang: Sglang, call: Call, meetings: list[Meeting]) -> None:
+    def __init__(self, sglang: Sglang, call: GenerationCall, meetings: list[Meeting]) -> None:
         super().__init__(replace(call, max_tokens=1))
         self._sglang = sglang
         self._meetings = [meeting for meeting in meetings if not meeting.is_fake]
         self._index = {index: place for place, index in enumerate(i for i, m in enumerate(meetings) if not m.is_fake)}
         self._holds: dict[int, Hold] = {}
         self._first_room = meetings[0].room
-        self._rooms: list[Room] = []
+        self._rooms: list[BootstrapRoom] = []
         for meeting in self._meetings:
-            room = sglang.rooms.setdefault(meeting.room, Room())
+            room = sglang.rooms.setdefault(meeting.room, BootstrapRoom())
             if room.is_prefilled_here:
                 self.close()
-                raise ApiError(400, f"bootstrap_room {meeting.room} is in use", "BadRequestError", "bootstrap_room")
+                raise EngineError(400, f"bootstrap_room {meeting.room} is in use", "BadRequestError", "bootstrap_room")
             room.is_prefilled_here = True
             self._rooms.append(room)
 
@@ -149,13 +149,13 @@ class PrefillLeg(Leg):
         ranks = self._sglang.options.ranks
         return self._first_room % ranks if ranks > 1 and named is None else named
 
-    def hold(self, index: int, choice: Choice) -> Hold | None:
+    def hold(self, index: int, choice: PlannedChoice) -> Hold | None:
         """Until the decode has read, however long that takes."""
         if index not in self._index:
             return None
         return self._holds.setdefault(index, Hold(float("inf")))
 
-    def first(self, index: int, choice: Choice, cached_tokens: int) -> None:
+    def first(self, index: int, choice: PlannedChoice, cached_tokens: int) -> None:
         """The decode may read."""
         self._sglang.inflight.add(self)
         if index in self._index:
@@ -168,7 +168,7 @@ class PrefillLeg(Leg):
         self._sglang.bootstrapping.add(self)
         if not await self._wait(lambda room: room.peer is not None):
             self._sglang.failed_bootstraps += 1
-            raise ApiError(500, f"Prefill bootstrap failed for room {self._first_room}", "InternalServerError")
+            raise EngineError(500, f"Prefill bootstrap failed for room {self._first_room}", "InternalServerError")
         self._sglang.bootstrapping.discard(self)
 
     async def transferred(self) -> None:
@@ -177,9 +177,9 @@ class PrefillLeg(Leg):
             room.was_read for room in self._rooms
         ):
             self._sglang.failed_transfers += 1
-            raise ApiError(500, f"Prefill transfer failed for room {self._first_room}", "InternalServerError")
+            raise EngineError(500, f"Prefill transfer failed for room {self._first_room}", "InternalServerError")
 
-    async def _wait(self, done: Callable[[Room], bool]) -> bool:
+    async def _wait(self, done: Callable[[BootstrapRoom], bool]) -> bool:
         """Until it is so of all rooms; False if that takes too long."""
         try:
             async with asyncio.timeout(self._sglang.wait_s):
@@ -220,10 +220,10 @@ class _Empty:
         """Nothing."""
 
 
-class DecodeLeg(Leg):
+class SglangDecodeLeg(Leg):
     """The half that computes the response."""
 
-    def __init__(self, sglang: Sglang, call: Call, meetings: list[Meeting]) -> None:
+    def __init__(self, sglang: Sglang, call: GenerationCall, meetings: list[Meeting]) -> None:
         super().__init__(call)
         self._sources = [
             None
@@ -232,16 +232,16 @@ class DecodeLeg(Leg):
                 sglang.channel,
                 (meeting.host, meeting.port),
                 ("room", meeting.room),
-                Patience(sglang.wait_s, refused_s=0.0),
+                ReadTimeouts(sglang.wait_s, refused_s=0.0),
             )
             for meeting in meetings
         ]
 
-    def source(self, index: int) -> Source:
+    def source(self, index: int) -> KvSource:
         """What is in the room."""
         return self._sources[index] or _Empty()
 
-    def watch(self, index: int, source: Source, poke: Callable[[], None]) -> None:
+    def watch(self, index: int, source: KvSource, poke: Callable[[], None]) -> None:
         """When the prefill is done."""
         if isinstance(source, RemoteKv):
             source.changed = poke

@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from lbproxy.sim.engine.sequence import KvState, Source
-from lbproxy.sim.mock.apis.call import Call, Choice
+from lbproxy.sim.engine.sequence import KvSource, KvState
+from lbproxy.sim.mock.apis.call import GenerationCall, PlannedChoice
 from lbproxy.sim.mock.apis.fields import Json
-from lbproxy.sim.mock.connectors.legs import Connector, Leg
+from lbproxy.sim.mock.connectors.legs import Leg, ServerConnector
 from lbproxy.sim.mock.mock_options import MockOptions
 from lbproxy.sim.mock.text import token_count
 from lbproxy.sim.mock.transfer.storage import aligned, looked_up_as, stored_as
@@ -21,7 +21,7 @@ from lbproxy.sim.mock.transfer.storage import aligned, looked_up_as, stored_as
 LAYERS = "layers"
 
 
-class Storage(Connector):
+class Storage(ServerConnector):
     """The connector of one server. Roles make no difference: every server stores and loads."""
 
     def __init__(self, options: MockOptions) -> None:
@@ -35,7 +35,7 @@ class Storage(Connector):
         """Make the folder. Raises OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)
 
-    def leg(self, fields: Json, call: Call, request_id: str) -> Leg:
+    def leg(self, fields: Json, call: GenerationCall, request_id: str) -> Leg:
         """Every call stores its prompts, or loads them."""
         return StorageLeg(self, call)
 
@@ -66,7 +66,7 @@ class _StoredKv:
 class StorageLeg(Leg):
     """One call."""
 
-    def __init__(self, storage: Storage, call: Call) -> None:
+    def __init__(self, storage: Storage, call: GenerationCall) -> None:
         super().__init__(call)
         self._storage = storage
         self._adapter = None if call.model == storage.model else call.model
@@ -74,7 +74,7 @@ class StorageLeg(Leg):
         """Tokens that are loaded, by choice."""
         self._cached = 0
 
-    def source(self, index: int) -> Source | None:
+    def source(self, index: int) -> KvSource | None:
         """The prompt, if its folder is there; else it is stored."""
         prompt, storage = self.call.prompts[index // self.call.n], self._storage
         name, tokens = looked_up_as(prompt, storage.model, self._adapter)
@@ -86,7 +86,7 @@ class StorageLeg(Leg):
                 (storage.folder / stored_as(prompt, storage.model, self._adapter)).mkdir(exist_ok=True)
         return None
 
-    def first(self, index: int, choice: Choice, cached_tokens: int) -> None:
+    def first(self, index: int, choice: PlannedChoice, cached_tokens: int) -> None:
         """What was computed is stored."""
         storage, prompt = self._storage, self.call.prompts[index // self.call.n]
         if index % self.call.n == 0:

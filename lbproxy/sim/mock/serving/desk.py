@@ -18,9 +18,9 @@ from aiohttp import web
 from lbproxy.core.engines.orca import REPORT_HEADER, REQUEST_HEADER
 from lbproxy.sim.mock.adapters import Adapters
 from lbproxy.sim.mock.apis import call as calls
-from lbproxy.sim.mock.apis.call import Call, Choice, Identity, Writer
-from lbproxy.sim.mock.apis.fields import ApiError, Json, load_json
-from lbproxy.sim.mock.connectors.legs import Connector
+from lbproxy.sim.mock.apis.call import GenerationCall, Identity, PlannedChoice, Writer
+from lbproxy.sim.mock.apis.fields import EngineError, Json, load_json
+from lbproxy.sim.mock.connectors.legs import ServerConnector
 from lbproxy.sim.mock.exposition import load_report
 from lbproxy.sim.mock.mock_options import MockOptions
 from lbproxy.sim.mock.sabotage import stream_response
@@ -36,7 +36,7 @@ RANK_HEADER = "X-data-parallel-rank"
 class Desk:
     """One server's, for all of its handlers."""
 
-    def __init__(self, options: MockOptions, driver: Driver, adapters: Adapters, connector: Connector) -> None:
+    def __init__(self, options: MockOptions, driver: Driver, adapters: Adapters, connector: ServerConnector) -> None:
         self.connector = connector
         self.options = options
         self.driver = driver
@@ -52,7 +52,7 @@ class Desk:
         if model is None or model == self.options.model:
             return None
         if model not in self.adapters:
-            raise ApiError(404, f"The model `{model}` does not exist.", "NotFoundError", "model")
+            raise EngineError(404, f"The model `{model}` does not exist.", "NotFoundError", "model")
         return model
 
     def identity(self, request: web.Request, prefix: str, model: str | None, *, own: bool = False) -> Identity:
@@ -60,7 +60,7 @@ class Desk:
         unique = (None if own else client_request_id(request)) or secrets.token_hex(8)
         return Identity(f"{prefix}{unique}", int(time.time()), model or self.options.model)
 
-    def plan(self, call: Call) -> list[Choice]:
+    def plan(self, call: GenerationCall) -> list[PlannedChoice]:
         """What the engine will do for a call. Raises ApiError."""
         adapter = self.adapter(call.model)
         return calls.plan(call, max_model_len=self.max_model_len, seed=self.options.seed, adapter=adapter)
@@ -74,7 +74,7 @@ class Desk:
             return None
         if int(named) >= self.options.ranks:
             text = f"data_parallel_rank {named} is out of range [0, {self.options.ranks})."
-            raise ApiError(400, text, "BadRequestError")
+            raise EngineError(400, text, "BadRequestError")
         return int(named) if self.options.ranks > 1 else None
 
     @contextmanager
@@ -87,7 +87,7 @@ class Desk:
             self.driver.withdraw(ids)
 
     @asynccontextmanager
-    async def begun(self, request: web.Request, fields: Json, call: Call) -> AsyncIterator[Flight]:
+    async def begun(self, request: web.Request, fields: Json, call: GenerationCall) -> AsyncIterator[Flight]:
         """A call at the engine, with what its body says of KV that goes from server to server. Raises ApiError."""
         leg = self.connector.leg(fields, call, client_request_id(request) or secrets.token_hex(8))
         try:
@@ -105,9 +105,9 @@ class Desk:
         self,
         request: web.Request,
         fields: Json,
-        call: Call,
+        call: GenerationCall,
         writer: Writer,
-        body: Callable[[Sequence[Choice], int], bytes],
+        body: Callable[[Sequence[PlannedChoice], int], bytes],
     ) -> web.StreamResponse:
         """The response to a call: `writer` words a stream, and `body` (of the choices and what was cached) another."""
         async with self.begun(request, fields, call) as flight:
@@ -126,7 +126,7 @@ class Desk:
         self.add_load(request, response)
         return response
 
-    async def prefill(self, prompts: Sequence[bytes], model: str | None) -> list[Choice]:
+    async def prefill(self, prompts: Sequence[bytes], model: str | None) -> list[PlannedChoice]:
         """Have prompts read of which no text comes. Raises ApiError."""
         adapter = self.adapter(model)
         work = calls.prefills(prompts, max_model_len=self.max_model_len, adapter=adapter)
@@ -177,7 +177,7 @@ async def stream(
         flight.check()
         if flight.leg is not None:
             await flight.leg.transferred()
-    except ApiError as error:
+    except EngineError as error:
         # As recorded of vLLM whose engine dies: the head has gone out with 200.
         await response.write(b"data: " + error.body() + b"\n\ndata: [DONE]\n\n")
         await response.write_eof()
@@ -204,7 +204,7 @@ async def fields_of(request: web.Request) -> Json:
     """The JSON object in a request's body."""
     if request.content_type != "application/json":
         message = "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed"
-        raise ApiError(400, message, "Bad Request")
+        raise EngineError(400, message, "Bad Request")
     return load_json(await request.read())
 
 

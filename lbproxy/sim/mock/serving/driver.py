@@ -19,8 +19,8 @@ from functools import partial
 
 from lbproxy.sim.engine.model_server import ModelServer
 from lbproxy.sim.engine.sequence import FirstToken, Hold, SimRequest
-from lbproxy.sim.mock.apis.call import Choice, garbled
-from lbproxy.sim.mock.apis.fields import ApiError
+from lbproxy.sim.mock.apis.call import PlannedChoice, garbled
+from lbproxy.sim.mock.apis.fields import EngineError
 from lbproxy.sim.mock.connectors.legs import Leg
 from lbproxy.sim.mock.lag import LagMeter
 
@@ -34,7 +34,7 @@ class Flight:
 
     def __init__(
         self,
-        choices: Sequence[Choice],
+        choices: Sequence[PlannedChoice],
         *,
         per_call: int,
         every_token: bool,
@@ -87,7 +87,7 @@ class Flight:
     def check(self) -> None:
         """Raises ApiError if it has failed."""
         if self.failure is not None:
-            raise ApiError(500, self.failure, "InternalServerError")
+            raise EngineError(500, self.failure, "InternalServerError")
 
     def wake(self) -> None:
         """Let the handler look again."""
@@ -142,7 +142,7 @@ class Driver:
     def submit(self, flight: Flight) -> list[str]:
         """Give a call's work to the engine; returns the ids under which it knows it. Raises ApiError if it is dead."""
         if self.is_dead:
-            raise ApiError(500, ENGINE_DEAD, "InternalServerError")
+            raise EngineError(500, ENGINE_DEAD, "InternalServerError")
         now = asyncio.get_running_loop().time()
         self._calls += 1
         ids = [f"{self._calls}-{index}" for index in range(len(flight.choices))]

@@ -9,8 +9,8 @@ from functools import partial
 from aiohttp import web
 
 from lbproxy.sim.mock.apis import audio, chat, messages, native
-from lbproxy.sim.mock.apis.call import Call
-from lbproxy.sim.mock.apis.fields import ApiError
+from lbproxy.sim.mock.apis.call import GenerationCall
+from lbproxy.sim.mock.apis.fields import EngineError
 from lbproxy.sim.mock.sabotage import Handler
 from lbproxy.sim.mock.serving.desk import Desk, fields_of, json_response
 from lbproxy.sim.mock.text import token_count
@@ -40,12 +40,14 @@ class Generation:
                 routes.append(web.post(path, partial(self._llamacpp, infill=infill)))
         return routes
 
-    async def _openai(self, request: web.Request, parse: Callable[..., tuple[Call, chat.Form]]) -> web.StreamResponse:
+    async def _openai(
+        self, request: web.Request, parse: Callable[..., tuple[GenerationCall, chat.ResponseForm]]
+    ) -> web.StreamResponse:
         fields = await fields_of(request)
         call, form = parse(fields)
         identity = self._desk.identity(request, "chatcmpl-" if form.chat else "cmpl-", call.model)
         body = partial(chat.response_body, identity, form)
-        return await self._desk.generate(request, fields, call, chat.EventWriter(identity, form), body)
+        return await self._desk.generate(request, fields, call, chat.ChatEvents(identity, form), body)
 
     async def _message(self, request: web.Request) -> web.StreamResponse:
         fields = await fields_of(request)
@@ -55,7 +57,7 @@ class Generation:
             request,
             fields,
             call,
-            messages.EventWriter(identity),
+            messages.MessageEvents(identity),
             lambda choices, cached: messages.response_body(identity, choices[0], cached),
         )
 
@@ -72,7 +74,7 @@ class Generation:
             request,
             {},
             call,
-            audio.EventWriter(identity, form),
+            audio.TranscriptionEvents(identity, form),
             lambda choices, _: audio.response_body(form, choices[0]),
         )
 
@@ -106,7 +108,7 @@ def _in_anthropics_form(handler: Handler) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         try:
             return await handler(request)
-        except ApiError as error:
+        except EngineError as error:
             return json_response(messages.error_body(error), error.status)
 
     return handle

@@ -19,9 +19,9 @@ from math import ceil, inf
 import orjson
 from aiohttp import web
 
-from lbproxy.sim.mock.apis.fields import ApiError, Json
+from lbproxy.sim.mock.apis.fields import EngineError, Json
 from lbproxy.sim.mock.mock_options import MockOptions
-from lbproxy.sim.mock.quota import Refusal, charged_tokens, duration, quota
+from lbproxy.sim.mock.quota import QuotaRefusal, charged_tokens, duration, quota
 from lbproxy.sim.mock.sabotage import Handler
 from lbproxy.sim.mock.serving.desk import json_response
 
@@ -63,7 +63,7 @@ class Provider:
             return await handler(request)
         except _Limited as error:
             return _limited(error.refusal, self._model)
-        except ApiError as error:
+        except EngineError as error:
             code = "model_not_found" if error.kind == "NotFoundError" and error.param == "model" else None
             kind = "server_error" if error.status >= 500 else "invalid_request_error"
             return refusal(error.status, error.message, kind=kind, param=error.param, code=code)
@@ -106,7 +106,7 @@ class Provider:
             fields = _fields(body)
             if fields is not None:
                 if "model" not in fields and not request.path.endswith("/cancel"):
-                    raise ApiError(400, "you must provide a model parameter", "invalid_request_error")
+                    raise EngineError(400, "you must provide a model parameter", "invalid_request_error")
                 tokens = charged_tokens(fields, len(body))
         refused = self._quota.take(tokens, asyncio.get_running_loop().time())
         if refused is not None:
@@ -125,7 +125,7 @@ class _Unauthorized(Exception):  # noqa: N818 - a response, not a fault
 
 
 class _Limited(Exception):  # noqa: N818 - a response, not a fault
-    def __init__(self, refusal: Refusal) -> None:
+    def __init__(self, refusal: QuotaRefusal) -> None:
         super().__init__(refusal.kind)
         self.refusal = refusal
 
@@ -139,7 +139,7 @@ def _fields(body: bytes) -> Json | None:
     return fields if isinstance(fields, dict) else None
 
 
-def _limited(refused: Refusal, model: str) -> web.Response:
+def _limited(refused: QuotaRefusal, model: str) -> web.Response:
     """429: how long to wait, in whole seconds, in milliseconds and in words."""
     short = {"requests": "RPM", "tokens": "TPM"}[refused.kind]
     what = f"on {refused.kind} per min ({short}): Limit {refused.limit}"

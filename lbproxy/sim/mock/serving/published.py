@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 CLEAR_PATH = "/reset_prefix_cache"
 
 
-class Published:
+class PublishedKv:
     """Those of all ranks."""
 
     def __init__(self, options: MockOptions, engine: ModelServer) -> None:

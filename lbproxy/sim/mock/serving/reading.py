@@ -15,7 +15,7 @@ from lbproxy.sim.mock.serving.desk import Desk, fields_of, json_response
 _TEXTS = {"/v1/embeddings": "embd", "/pooling": "pooling", "/classify": "classify"}
 
 
-class Reading:
+class RequestHandlers:
     """The handlers of one server."""
 
     def __init__(self, desk: Desk) -> None:

@@ -13,9 +13,9 @@ import asyncio
 from aiohttp import WSCloseCode, WSMsgType, web
 
 from lbproxy.sim.mock.apis import realtime
-from lbproxy.sim.mock.apis.call import Call
-from lbproxy.sim.mock.apis.fields import ApiError, Json, load_json, model_of, text_of, typed
-from lbproxy.sim.mock.apis.realtime import Session, error_event
+from lbproxy.sim.mock.apis.call import GenerationCall
+from lbproxy.sim.mock.apis.fields import EngineError, Json, load_json, model_of, text_of, typed
+from lbproxy.sim.mock.apis.realtime import RealtimeSession, error_event
 from lbproxy.sim.mock.serving.desk import Desk
 from lbproxy.sim.mock.serving.driver import Flight
 
@@ -37,10 +37,10 @@ class Realtime:
         socket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES)
         await socket.prepare(request)
         identity = self._desk.identity(request, "sess-", model, own=True)
-        session = Session(identity, validated=model is not None)
+        session = RealtimeSession(identity, validated=model is not None)
         try:
             self._desk.adapter(model)
-        except ApiError as error:
+        except EngineError as error:
             await socket.send_str(error_event(error.message, "model_not_found"))
             await socket.close(code=WSCloseCode.POLICY_VIOLATION)
             return socket
@@ -51,7 +51,9 @@ class Realtime:
 
 
 class _Connection:
-    def __init__(self, desk: Desk, socket: web.WebSocketResponse, session: Session, group: asyncio.TaskGroup) -> None:
+    def __init__(
+        self, desk: Desk, socket: web.WebSocketResponse, session: RealtimeSession, group: asyncio.TaskGroup
+    ) -> None:
         self._desk = desk
         self._socket = socket
         self._session = session
@@ -73,12 +75,12 @@ class _Connection:
     async def _take(self, text: str) -> None:
         try:
             event = load_json(text.encode())
-        except ApiError:
+        except EngineError:
             await self._socket.send_str(error_event("Invalid JSON", "invalid_json"))
             return
         try:
             await self._handle(event)
-        except ApiError as error:
+        except EngineError as error:
             code = error.kind if error.kind.islower() else "processing_error"
             await self._socket.send_str(error_event(error.message, code))
 
@@ -92,7 +94,7 @@ class _Connection:
         elif kind == "input_audio_buffer.commit":
             if not self._session.validated:
                 message = "Model not validated. Make sure to validate the model by sending a session.update event."
-                raise ApiError(400, message, "model_not_validated")
+                raise EngineError(400, message, "model_not_validated")
             if self._session.audio:
                 self._start(self._session.transcription_call(), is_transcript=True)
         elif kind == "conversation.item.create":
@@ -103,7 +105,7 @@ class _Connection:
             if self._reply is not None:
                 self._reply.cancel()
         else:
-            raise ApiError(400, f"Unknown event type: {kind}", "unknown_event")
+            raise EngineError(400, f"Unknown event type: {kind}", "unknown_event")
 
     async def _update(self, event: Json) -> None:
         session = typed(event, "session", dict, "dictionary")
@@ -113,17 +115,17 @@ class _Connection:
             return
         model = model_of(event)
         if model is None:
-            raise ApiError(400, "Missing required field: model", "invalid_event")
+            raise EngineError(400, "Missing required field: model", "invalid_event")
         try:
             self._desk.adapter(model)
-        except ApiError as error:
-            raise ApiError(404, error.message, "model_not_found") from None
+        except EngineError as error:
+            raise EngineError(404, error.message, "model_not_found") from None
         self._session.validated = True
 
-    def _start(self, call: Call, *, is_transcript: bool) -> None:
+    def _start(self, call: GenerationCall, *, is_transcript: bool) -> None:
         """Begin a response. Raises ApiError if one is being written."""
         if self._reply is not None and not self._reply.done():
-            raise ApiError(400, "A response is in progress.", "conversation_already_has_active_response")
+            raise EngineError(400, "A response is in progress.", "conversation_already_has_active_response")
         flight = Flight(self._desk.plan(call), per_call=1, every_token=True)
         self._reply = self._group.create_task(self._write(flight, is_transcript=is_transcript))
 

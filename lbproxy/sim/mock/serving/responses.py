@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from aiohttp import web
 
 from lbproxy.sim.mock.apis import responses
-from lbproxy.sim.mock.apis.conversation import Turn
-from lbproxy.sim.mock.apis.fields import ApiError
+from lbproxy.sim.mock.apis.conversation import ConversationTurn
+from lbproxy.sim.mock.apis.fields import EngineError
 from lbproxy.sim.mock.apis.responses import ResponsesCall, ResponseWriter
 from lbproxy.sim.mock.serving.desk import Desk, fields_of, json_response, stream
 from lbproxy.sim.mock.serving.driver import Flight
@@ -28,7 +28,7 @@ MAX_STORED_BYTES = 256 * 2**20
 
 
 @dataclass(slots=True)
-class Stored:
+class KeptResponse:
     """A response that can be asked for again."""
 
     request: ResponsesCall
@@ -53,7 +53,7 @@ class Stored:
         body = self.writer.body(self.flight.choices[0], self.status, self.flight.cached_tokens)
         return responses.body_bytes(body)
 
-    def turns(self) -> tuple[Turn, ...]:
+    def turns(self) -> tuple[ConversationTurn, ...]:
         """The conversation so far."""
         return self.request.remembered(self.flight.choices[0])
 
@@ -63,7 +63,7 @@ class Responses:
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
-        self._stored: OrderedDict[str, Stored] = OrderedDict()
+        self._stored: OrderedDict[str, KeptResponse] = OrderedDict()
         self._size = 0
 
     def routes(self) -> list[web.RouteDef]:
@@ -87,9 +87,9 @@ class Responses:
         if asked.background:
             choices = self._desk.plan(asked.call)
             flight = Flight(choices, per_call=1, every_token=asked.call.stream, rank=self._desk.rank(request))
-            return await self._begin(request, identity.id, Stored(kept, writer, flight, size))
+            return await self._begin(request, identity.id, KeptResponse(kept, writer, flight, size))
         async with self._desk.begun(request, fields, asked.call) as flight:
-            stored = Stored(kept, writer, flight, size)
+            stored = KeptResponse(kept, writer, flight, size)
             if asked.call.stream:
                 return await stream(request, writer, flight, lambda: self._keep(identity.id, stored))
             await flight.news()
@@ -97,7 +97,7 @@ class Responses:
             self._keep(identity.id, stored)
             return await self._desk.complete(request, flight, stored.body())
 
-    async def _begin(self, request: web.Request, response_id: str, stored: Stored) -> web.StreamResponse:
+    async def _begin(self, request: web.Request, response_id: str, stored: KeptResponse) -> web.StreamResponse:
         """One that goes on without its client."""
         stored.ids = self._desk.driver.submit(stored.flight)
         self._keep(response_id, stored)
@@ -110,7 +110,7 @@ class Responses:
         if request.query.get("stream", "").lower() in ("true", "1"):
             response_id = request.match_info["id"]
             message = f"Unknown response_id: {response_id} (parameter=response_id, value={response_id})"
-            raise ApiError(400, message, "BadRequestError", "response_id")
+            raise EngineError(400, message, "BadRequestError", "response_id")
         return json_response(stored.body())
 
     async def _cancel(self, request: web.Request) -> web.StreamResponse:
@@ -121,7 +121,7 @@ class Responses:
         stored.is_cancelled = True
         return json_response(stored.body())
 
-    def _keep(self, response_id: str, stored: Stored) -> None:
+    def _keep(self, response_id: str, stored: KeptResponse) -> None:
         """Remember a response, if it is to be."""
         if not stored.request.store:
             return
@@ -132,7 +132,7 @@ class Responses:
             self._size -= oldest.size
             self._desk.driver.withdraw(oldest.ids)
 
-    def _find(self, response_id: str) -> Stored:
+    def _find(self, response_id: str) -> KeptResponse:
         """The response of an id. Raises ApiError."""
         stored = self._stored.get(response_id)
         if stored is None:
@@ -144,5 +144,5 @@ class Responses:
 def _checked(asked: ResponsesCall) -> ResponsesCall:
     if asked.background and not asked.store:
         message = "background can only be used when `store` is true"
-        raise ApiError(400, message, "BadRequestError", "background")
+        raise EngineError(400, message, "BadRequestError", "background")
     return asked

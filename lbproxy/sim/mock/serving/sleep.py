@@ -18,7 +18,7 @@ from collections.abc import Callable
 import orjson
 from aiohttp import web
 
-from lbproxy.sim.mock.apis.fields import ApiError
+from lbproxy.sim.mock.apis.fields import EngineError
 from lbproxy.sim.mock.mock_options import MockOptions
 from lbproxy.sim.mock.serving.desk import fields_of, json_response
 from lbproxy.sim.mock.serving.driver import Driver
@@ -100,7 +100,7 @@ class SleepMode:
     async def _sleep(self, request: web.Request) -> web.StreamResponse:
         level, mode = request.query.get("level", "1"), request.query.get("mode", "abort")
         if level not in {"0", "1", "2"} or mode not in MODES:
-            raise ApiError(400, "1 validation error:\n  Input should be 0 to 2, or a mode", "Bad Request")
+            raise EngineError(400, "1 validation error:\n  Input should be 0 to 2, or a mode", "Bad Request")
         self._driver.pause()
         if mode == "abort":
             self._driver.abort_all("The engine was put to sleep.")
@@ -121,7 +121,7 @@ class SleepMode:
             if self._tags and tags & self._tags:
                 if not self._take_gpu():
                     self.refused_wakes += 1
-                    raise ApiError(500, "CUDA error: out of memory", "InternalServerError")
+                    raise EngineError(500, "CUDA error: out of memory", "InternalServerError")
                 if self.level == 1 or not self._tags - tags:
                     await asyncio.sleep(self._options.wake_time / self._options.speed)
                 self._tags -= tags
@@ -139,5 +139,5 @@ class SleepMode:
     async def _rpc(self, request: web.Request) -> web.StreamResponse:
         method = (await fields_of(request)).get("method")
         if not isinstance(method, str):
-            raise ApiError(400, "Missing 'method' in request body", "Bad Request")
+            raise EngineError(400, "Missing 'method' in request body", "Bad Request")
         return json_response(b'{"results":[null]}')

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lbproxy.sim.engine.engine import Gauges
+from lbproxy.sim.engine.engine import EngineGauges
 from lbproxy.sim.engine.presets import BLOCK_TOKENS
 from lbproxy.sim.mock.exposition import Labels, family, head, sample
 
@@ -38,7 +38,7 @@ _COUNTERS = {
 }
 
 
-def external_cache(model: str, ranks: Sequence[Gauges]) -> bytes:
+def external_cache(model: str, ranks: Sequence[EngineGauges]) -> bytes:
     """Of every vLLM: what came from elsewhere."""
     each = [({"engine": str(number), "model_name": model}, gauges) for number, gauges in enumerate(ranks)]
     lines: list[str] = []
@@ -49,7 +49,7 @@ def external_cache(model: str, ranks: Sequence[Gauges]) -> bytes:
 
 
 def vllm(
-    model: str, connector: str, role: str, ranks: Sequence[Gauges], *, transfer_ms: float, token_ms: float
+    model: str, connector: str, role: str, ranks: Sequence[EngineGauges], *, transfer_ms: float, token_ms: float
 ) -> bytes:
     """Those of a vLLM with NIXL or Mooncake. A transfer takes `transfer_ms`, and `token_ms` for each token."""
     each = [({"engine": str(number), "model_name": model}, gauges) for number, gauges in enumerate(ranks)]
@@ -90,7 +90,7 @@ def vllm(
     return "".join(lines).encode()
 
 
-def sglang(model: str, role: str, gauges: Gauges, kv_tokens: int, queues: Mapping[str, int]) -> bytes:
+def sglang(model: str, role: str, gauges: EngineGauges, kv_tokens: int, queues: Mapping[str, int]) -> bytes:
     """The page of SGLang. `queues`: the names of families, without what all names begin with, and their values."""
     who: Labels = {
         "engine_type": "unified" if role == "both" else role,

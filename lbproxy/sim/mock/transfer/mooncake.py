@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from lbproxy.sim.mock.apis.fields import ApiError, Json, boolean, invalid, load_json, shown, typed
+from lbproxy.sim.mock.apis.fields import EngineError, Json, boolean, invalid, load_json, shown, typed
 from lbproxy.sim.mock.transfer.nixl import MAX_NAME, NAME
 
 QUERY_PATH = "/query"
@@ -20,7 +20,7 @@ _REQUIRED = ("transfer_id", "remote_bootstrap_addr", "remote_engine_id")
 
 
 @dataclass(frozen=True, slots=True)
-class Params:
+class MooncakeParams:
     """The params of one request, checked. A decode that is not `is_complete` waits for ever."""
 
     is_prefill: bool
@@ -35,7 +35,7 @@ class Params:
         return (self.is_decode and role == "prefill") or (self.is_prefill and role == "decode")
 
 
-def parse(fields: Json) -> Params | None:
+def parse(fields: Json) -> MooncakeParams | None:
     """What a body says; None = nothing. Raises ApiError."""
     given = typed(fields, NAME, dict, "dict")
     if given is None:
@@ -49,7 +49,7 @@ def parse(fields: Json) -> Params | None:
     if not prefills and not decodes:
         return None
     complete = bool(transfer_id and bootstrap and engine_id)
-    return Params(prefills, decodes, transfer_id, bootstrap, engine_id, complete)
+    return MooncakeParams(prefills, decodes, transfer_id, bootstrap, engine_id, complete)
 
 
 def query_body(engine_id: str, address: tuple[str, int]) -> bytes:
@@ -65,6 +65,6 @@ def worker_of(body: bytes, engine_id: str) -> tuple[str, int] | None:
             if isinstance(rank, dict) and rank.get("engine_id") == engine_id:
                 where = urlsplit(str(rank["worker_addr"]["0"]["0"]))
                 return (where.hostname, where.port) if where.hostname and where.port else None
-    except (ApiError, KeyError, TypeError, ValueError):
+    except (EngineError, KeyError, TypeError, ValueError):
         return None
     return None

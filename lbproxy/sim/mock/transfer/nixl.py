@@ -32,7 +32,7 @@ class Pull(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Params:
+class NixlParams:
     """The params of one request, checked. Neither `is_prefill` nor `pull`: they ask for nothing."""
 
     is_prefill: bool = False
@@ -45,7 +45,7 @@ class Params:
     """Those of the prefill, to be reported."""
 
 
-def parse(fields: Json) -> Params | None:
+def parse(fields: Json) -> NixlParams | None:
     """What a body says; None = nothing. Raises ApiError."""
     given = typed(fields, NAME, dict, "dict")
     if given is None:
@@ -61,13 +61,13 @@ def parse(fields: Json) -> Params | None:
         _whole(given, name, 2**31)
     cached = _whole(given, "remote_prefill_cached_tokens", 2**31)
     if not decodes:
-        return Params(is_prefill=prefills)
+        return NixlParams(is_prefill=prefills)
     if not any(blocks):
-        return Params(pull=Pull.KILLS)
+        return NixlParams(pull=Pull.KILLS)
     if any(not given.get(name) for name in _REQUIRED):
-        return Params(pull=Pull.HANGS)
+        return NixlParams(pull=Pull.HANGS)
     engine_id, request_id, host = (str(given[name]) for name in _REQUIRED[:3])
-    return Params(False, Pull.READS, engine_id, request_id, host, port or 0, cached)
+    return NixlParams(False, Pull.READS, engine_id, request_id, host, port or 0, cached)
 
 
 def _blocks(given: Json) -> list[list[object]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lbproxy.sim.mock.apis.fields import ApiError, Json, invalid, shown
+from lbproxy.sim.mock.apis.fields import EngineError, Json, invalid, shown
 
 FAKE_HOST = "2.2.2.2"
 """Of SGLang's own health checks: nothing is transferred, and decode runs on empty KV."""
@@ -39,7 +39,7 @@ def parse(fields: Json, *, prompts: int, n: int, own_port: int) -> list[Meeting]
     rooms = _each(fields, "bootstrap_room", int, prompts)
     if rooms is None or None in rooms:
         text = "Disaggregated request received without bootstrap room id"
-        raise ApiError(400, text, "BadRequestError", "bootstrap_room")
+        raise EngineError(400, text, "BadRequestError", "bootstrap_room")
     hosts = _each(fields, "bootstrap_host", str, prompts) or [None] * prompts
     ports = _each(fields, "bootstrap_port", int, prompts) or [None] * prompts
     meetings: list[Meeting] = []

@@ -5,16 +5,16 @@ import orjson
 import pytest
 
 from lbproxy.sim.mock.apis import chat, pooling
-from lbproxy.sim.mock.apis.call import Call, plan
-from lbproxy.sim.mock.apis.fields import ApiError, Json, load_json
+from lbproxy.sim.mock.apis.call import GenerationCall, plan
+from lbproxy.sim.mock.apis.fields import EngineError, Json, load_json
 from lbproxy.sim.mock.text import to_token_ids
 
 
-def parse_completion(fields: Json) -> Call:
+def parse_completion(fields: Json) -> GenerationCall:
     return chat.parse_completion(fields)[0]
 
 
-def parse_chat(fields: Json) -> Call:
+def parse_chat(fields: Json) -> GenerationCall:
     return chat.parse_chat(fields)[0]
 
 
@@ -77,7 +77,7 @@ def test_defaults_and_names_of_the_output_limit() -> None:
     ],
 )
 def test_bad_completions_are_refused_and_say_where(fields: Json, param: str | None) -> None:
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(EngineError) as caught:
         parse_completion(fields)
     assert (caught.value.status, caught.value.param) == (400, param)
     assert len(caught.value.body()) < 500
@@ -88,14 +88,14 @@ def test_bad_completions_are_refused_and_say_where(fields: Json, param: str | No
     [None, "x", [{"content": "x"}], ["x"], [{"role": 1, "content": "x"}], [{"role": "user", "content": 5}]],
 )
 def test_bad_messages_are_refused(messages: object) -> None:
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(EngineError) as caught:
         parse_chat({"messages": messages})
     assert str(caught.value.param).startswith("body.messages")
 
 
 def test_errors_are_worded_as_vllm_words_them() -> None:
     """The recorded bodies of vLLM 0.32 for the same mistakes."""
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(EngineError) as caught:
         parse_chat({"model": "tiny"})
     assert orjson.loads(caught.value.body()) == {
         "error": {
@@ -107,14 +107,14 @@ def test_errors_are_worded_as_vllm_words_them() -> None:
         }
     }
     call = parse_completion({"prompt": "x", "max_tokens": 5000})
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(EngineError) as caught:
         plan(call, max_model_len=1024, seed=0)
     assert caught.value.message == (
         "max_tokens=5000 cannot be greater than max_model_len=1024. Please request fewer output tokens. "
         "(parameter=max_tokens, value=5000)"
     )
     call = parse_completion({"prompt": "x" * 8000, "max_tokens": 1})
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(EngineError) as caught:
         plan(call, max_model_len=1024, seed=0)
     assert caught.value.message == (
         "This model's maximum context length is 1024 tokens. However, your prompt contains at least 1025 input tokens, "
@@ -126,13 +126,13 @@ def test_errors_are_worded_as_vllm_words_them() -> None:
 def test_prompt_and_output_together_must_fit() -> None:
     fits = parse_completion({"prompt": "x" * 400, "max_tokens": 924})
     assert plan(fits, max_model_len=1024, seed=0)[0].answer.tokens == 924
-    with pytest.raises(ApiError, match="925 output tokens"):
+    with pytest.raises(EngineError, match="925 output tokens"):
         plan(parse_completion({"prompt": "x" * 400, "max_tokens": 925}), max_model_len=1024, seed=0)
 
 
 def test_work_in_one_call_is_bounded() -> None:
     call = parse_completion({"prompt": "x", "n": 2000, "max_tokens": 10_000})
-    with pytest.raises(ApiError, match="tokens in one request"):
+    with pytest.raises(EngineError, match="tokens in one request"):
         plan(call, max_model_len=20_000, seed=0)
 
 
@@ -158,12 +158,12 @@ def test_tokenize_and_detokenize_are_inverse() -> None:
     _, rendered, _ = pooling.parse_tokenize({"messages": [{"role": "user", "content": "Hi"}]})
     assert rendered == parse_chat({"messages": [{"role": "user", "content": "Hi"}]}).prompts[0]
     for bad in ({}, {"tokens": "a"}, {"tokens": ["a"]}, {"tokens": [2**40]}):
-        with pytest.raises(ApiError):
+        with pytest.raises(EngineError):
             pooling.parse_detokenize(dict(bad))
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"x"', b'{"a":"\xff"}', b'{"a":"\\ud800"}', b"[" * 100_000])
 def test_what_is_no_json_object_is_a_400(body: bytes) -> None:
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(EngineError) as caught:
         load_json(body)
     assert caught.value.status == 400

@@ -9,7 +9,7 @@ import struct
 import pytest
 
 from lbproxy.sim.mock.apis import chat, media, messages, responses
-from lbproxy.sim.mock.apis.fields import ApiError, Json, canonical
+from lbproxy.sim.mock.apis.fields import EngineError, Json, canonical
 from lbproxy.sim.mock.apis.tools import example
 
 SCHEMA: Json = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -126,7 +126,7 @@ def test_headers_of_images(data: bytes, tokens: int) -> None:
 
 def test_images_in_one_request_are_bounded() -> None:
     parts = [{"type": "image_url", "image_url": "x"}] * 257
-    with pytest.raises(ApiError, match="At most 256"):
+    with pytest.raises(EngineError, match="At most 256"):
         chat.parse_chat({"messages": [{"role": "user", "content": parts}]})
 
 
@@ -179,7 +179,7 @@ def test_schemas_that_make_no_sense_are_bounded(schema: object) -> None:
     ],
 )
 def test_tools_that_are_wrong_are_refused(fields: Json) -> None:
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(EngineError) as caught:
         chat.parse_chat(fields)
     assert caught.value.status == 400
 
@@ -192,7 +192,7 @@ def test_tools_that_are_wrong_are_refused(fields: Json) -> None:
     ],
 )
 def test_bad_messages_are_refused(change: Json) -> None:
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(EngineError) as caught:
         messages.parse({**MESSAGES, **change})
     assert caught.value.status == 400
 
@@ -205,7 +205,7 @@ def test_bad_messages_are_refused(change: Json) -> None:
     ],
 )
 def test_bad_responses_are_refused(change: Json) -> None:
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(EngineError) as caught:
         responses.parse({**RESPONSES, **change})
     assert caught.value.status == 400
 
@@ -214,5 +214,5 @@ def test_json_that_is_nested_deeply_is_a_400() -> None:
     deep: object = 1
     for _ in range(300):
         deep = [deep]
-    with pytest.raises(ApiError, match="nested too deeply"):
+    with pytest.raises(EngineError, match="nested too deeply"):
         chat.parse_chat({"messages": [], "tools": [{"function": {"name": "x", "parameters": {"a": deep}}}]})
