@@ -98,7 +98,7 @@ def test_the_password_shows_nowhere_and_survives_an_overlay() -> None:
     second = with_endpoints(first, [*first.endpoints, "http://b"], source="test")
     assert second.endpoints[0] == first.endpoints[0]
     proxy = behind(f"http://me:{HIDDEN}@proxy:8080")
-    assert f"{proxy} {proxy!r}" == "proxy:8080 Proxy(host='proxy', port=8080, credentials=ApiKey(***))"
+    assert f"{proxy} {proxy!r}" == "proxy:8080 ForwardProxy(host='proxy', port=8080, credentials=ApiKey(***))"
 
 
 def test_names_of_header_fields_are_known_by_their_lower_case() -> None:

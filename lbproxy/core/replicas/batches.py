@@ -77,7 +77,7 @@ class RequestPlaced(ReplicaEvent, tag=1):
     """What is told of the use of its flow and its endpoint includes it, as after a reset."""
 
 
-class Began(ReplicaEvent, tag=2):
+class RequestBegan(ReplicaEvent, tag=2):
     """The first byte of its response came."""
 
     number: Count
@@ -131,7 +131,7 @@ class FlowUse(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=T
     used_tokens: Amount
 
 
-AnyEvent: TypeAlias = RequestPlaced | Began | RequestEnded | ResponseStored | Used
+AnyEvent: TypeAlias = RequestPlaced | RequestBegan | RequestEnded | ResponseStored | Used
 
 
 class Batch(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=True):

@@ -25,8 +25,8 @@ from lbproxy.core.replicas.batches import (
     MAX_SIZE,
     AnyEvent,
     Batch,
-    Began,
     FlowUse,
+    RequestBegan,
     RequestEnded,
     RequestPlaced,
     ResponseStored,
@@ -252,7 +252,7 @@ class _Writer:
         if kind == _PLACED:
             self.events.append(self._placed(ticket, number, age_ms, counted))
         elif kind == _BEGAN:
-            self.events.append(Began(number, age_ms))
+            self.events.append(RequestBegan(number, age_ms))
         else:
             told = None if usage is None else (_count(usage[0]), _count(usage[1]), _count(usage[2]))
             tokens = _bounded(ticket.response_tokens)

@@ -33,8 +33,8 @@ from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.replicas.batches import (
     MAX_FLOWS,
     Batch,
-    Began,
     FlowUse,
+    RequestBegan,
     RequestEnded,
     RequestPlaced,
     ResponseStored,
@@ -187,7 +187,7 @@ class Peers:
                     self._flows.placed(ticket, now)
             elif isinstance(event, ResponseStored):
                 self._note_stored(event, batch.urls[event.endpoint], now, keyed=keyed)
-            elif isinstance(event, Began):
+            elif isinstance(event, RequestBegan):
                 self._began(peer, event, now)
             elif isinstance(event, Used):
                 self._used(event, batch.urls[event.endpoint], now)
@@ -237,7 +237,7 @@ class Peers:
             ticket.placement = ticket.load.place(request, at)
         return ticket
 
-    def _began(self, peer: _Peer, one: Began, now: float) -> None:
+    def _began(self, peer: _Peer, one: RequestBegan, now: float) -> None:
         ticket = peer.tickets.get(one.number) or peer.unconfirmed.get(one.number)
         if ticket is None or ticket.first_byte_at is not None:
             return

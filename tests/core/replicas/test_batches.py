@@ -22,8 +22,8 @@ from lbproxy.core.replicas.batches import (
     VERSION,
     Batch,
     BatchError,
-    Began,
     FlowUse,
+    RequestBegan,
     RequestEnded,
     RequestPlaced,
     ResponseStored,
@@ -58,7 +58,9 @@ PLACED = st.builds(
 )
 USAGES = st.none() | st.tuples(*[st.none() | SIZES] * 3)
 ENDED = st.builds(RequestEnded, COUNTS, AGES, st.booleans(), SIZES, USAGES)
-EVENTS = PLACED | st.builds(Began, COUNTS, AGES) | ENDED | st.builds(ResponseStored, NAMES, st.just(0), SIZES, PACKED)
+EVENTS = (
+    PLACED | st.builds(RequestBegan, COUNTS, AGES) | ENDED | st.builds(ResponseStored, NAMES, st.just(0), SIZES, PACKED)
+)
 USES = st.builds(FlowUse, SIZES, COUNTS, st.floats(0.0, 1e18), st.floats(0.0, 1e18))
 BATCHES = st.builds(
     Batch,
@@ -208,7 +210,7 @@ WRONG: dict[str, Batch] = {
     "url too long": batch(urls=["u" * 8193]),
     "url no text": batch(urls=[b"u"]),
     "too many urls": batch(urls=["u"] * (MAX_EVENTS + 1)),
-    "too many events": batch(events=[Began(1, 0.0)] * (MAX_EVENTS + 1)),
+    "too many events": batch(events=[RequestBegan(1, 0.0)] * (MAX_EVENTS + 1)),
     "too many flows": batch(flows={str(n): FlowUse(0, 0, 0.0, 0.0) for n in range(MAX_FLOWS + 1)}),
     "too many asks": batch(asks=["r"] * 1025),
     "event without a tag": batch(events=[[1, 2.0]]),
@@ -222,9 +224,9 @@ WRONG: dict[str, Batch] = {
     "part of a key of a stored response": batch(events=[ResponseStored("id", 0, 1, bytes(3))]),
     "too many keys": batch(events=[placed(keys=bytes(KEY_BYTES * (MAX_KEYS + 1)))]),
     "age NaN": batch(events=[placed(age_ms=math.nan)]),
-    "age infinite": batch(events=[Began(1, math.inf)]),
-    "age negative": batch(events=[Began(1, -1.0)]),
-    "age of years": batch(events=[Began(1, 1.1e10)]),
+    "age infinite": batch(events=[RequestBegan(1, math.inf)]),
+    "age negative": batch(events=[RequestBegan(1, -1.0)]),
+    "age of years": batch(events=[RequestBegan(1, 1.1e10)]),
     "prompt negative": batch(events=[placed(prompt_bytes=-1)]),
     "prompt huge": batch(events=[placed(prompt_bytes=MAX_SIZE + 1)]),
     "model too long": batch(events=[placed(model="m" * (MAX_NAME_CHARS + 1))]),

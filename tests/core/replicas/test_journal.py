@@ -15,7 +15,7 @@ from lbproxy.core.replicas.batches import (
     MAX_NAME_CHARS,
     MAX_SIZE,
     Batch,
-    Began,
+    RequestBegan,
     RequestEnded,
     RequestPlaced,
     ResponseStored,
@@ -71,7 +71,7 @@ def test_the_life_of_a_request_is_told_with_ages() -> None:
     told = (placed.age_ms, placed.prompt_bytes, placed.model, placed.session, placed.flow, placed.max_tokens)
     assert told == (2000.0, 3072, "m", "s", "f", 7)
     assert (placed.stream, placed.media_tokens, placed.binary, placed.open_ended) == (True, 2, False, False)
-    assert began == Began(1, 1500.0)
+    assert began == RequestBegan(1, 1500.0)
     assert ended == RequestEnded(1, 1000.0, True, 5, (700, 256, 9), 709.0)
     assert decode(encode(batch)) == batch
     assert not replica.journal.has_news
@@ -98,7 +98,7 @@ def test_a_request_that_is_refused_or_waits_is_not_told() -> None:
     replica = started(flows=FlowsSettings.model_validate({"default": {"in_flight": 1}}))
     _, parked = place(replica, 2)
     replica.balancer.close(parked, Outcome.CLIENT_CLOSED, now=1.0)
-    assert events(replica.tells(1.0)) == ["Placed 1"]
+    assert events(replica.tells(1.0)) == ["RequestPlaced 1"]
 
 
 def test_news_are_signalled_once_until_they_are_taken() -> None:
@@ -146,7 +146,7 @@ def test_many_events_are_split_into_batches_in_order() -> None:
     batches = replica.tells(1.0)
     assert [len(batch.events) for batch in batches] == [EVENTS_IN_BATCH, 10]
     assert [batch.number for batch in batches] == [2, 3]
-    assert events(batches) == [f"Placed {n}" for n in range(1, EVENTS_IN_BATCH + 11)]
+    assert events(batches) == [f"RequestPlaced {n}" for n in range(1, EVENTS_IN_BATCH + 11)]
 
 
 def test_many_keys_are_split_into_batches() -> None:
@@ -180,7 +180,7 @@ def test_events_that_nobody_takes_are_replaced_by_a_reset(monkeypatch: pytest.Mo
     assert first.is_reset
     assert not others
     running = [number for number in range(1, 1001) if (number - 1) % 100 == 0]
-    assert events([first]) == [f"{kind} {number}" for number in running for kind in ("Placed", "Began")]
+    assert events([first]) == [f"{kind} {number}" for number in running for kind in ("RequestPlaced", "RequestBegan")]
     assert MAX_NOTES > 100, "the limit is read at each placement"
 
 
@@ -196,8 +196,12 @@ def test_a_reset_tells_what_is_in_flight_and_nothing_else() -> None:
     (batch,) = replica.tells(2.0)
     assert batch.is_reset
     assert batch.untold == 0
-    assert events([batch]) == ["Placed 2", "Began 2", "Placed 3"]
-    assert [one.age_ms for one in batch.events if isinstance(one, RequestPlaced | Began)] == [1000.0, 750.0, 1000.0]
+    assert events([batch]) == ["RequestPlaced 2", "RequestBegan 2", "RequestPlaced 3"]
+    assert [one.age_ms for one in batch.events if isinstance(one, RequestPlaced | RequestBegan)] == [
+        1000.0,
+        750.0,
+        1000.0,
+    ]
 
 
 def test_a_reset_over_several_batches_says_how_much_is_missing() -> None:
@@ -223,8 +227,8 @@ def test_a_ticket_that_ends_before_it_is_told_again_is_not_told_again() -> None:
     (late,) = place(replica, 1, now=2.0)
     last, again, one, beyond = EVENTS_IN_BATCH + 2, EVENTS_IN_BATCH + 1, tickets[0].shared_number, late.shared_number
     assert events(replica.tells(2.0)) == [
-        *(f"Placed {again}", f"Began {again}"),
-        *(f"Ended {last}", f"Began {again}", f"Placed {beyond}"),
+        *(f"RequestPlaced {again}", f"RequestBegan {again}"),
+        *(f"RequestEnded {last}", f"RequestBegan {again}", f"RequestPlaced {beyond}"),
     ]
     assert one == 1
 
@@ -237,7 +241,7 @@ def test_all_tickets_that_were_untold_may_end() -> None:
     assert replica.journal.take(2.0) is not None
     replica.balancer.close(tickets[-1], Outcome.COMPLETED, now=2.0)
     (batch,) = replica.tells(2.0)
-    assert (batch.untold, events([batch])) == (0, [f"Ended {EVENTS_IN_BATCH + 1}"])
+    assert (batch.untold, events([batch])) == (0, [f"RequestEnded {EVENTS_IN_BATCH + 1}"])
 
 
 def test_who_is_asked_for_a_reset_is_told_once() -> None:
@@ -345,7 +349,7 @@ def test_stored_responses_that_nobody_takes_are_bounded(monkeypatch: pytest.Monk
     for n in range(30):
         replica.journal.stored(f"resp-{n}", stored)
     replica.journal.stored("x" * (MAX_NAME_CHARS + 1), stored)
-    assert events(replica.tells(1.0)) == [f"Stored resp-{n}" for n in range(10)]
+    assert events(replica.tells(1.0)) == [f"ResponseStored resp-{n}" for n in range(10)]
 
 
 def test_an_id_that_others_would_refuse_is_not_told() -> None:
