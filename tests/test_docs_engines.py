@@ -38,14 +38,15 @@ def optional(engine: EngineTable) -> list[tuple[str, Signal]]:
 
 
 def test_names() -> None:
-    """Signals are the rows: the names are long, and nobody compares engines."""
-    rows = []
+    """Signals are the lines: the names are long, and nobody compares engines."""
+    parts = []
     for name, engine in ENGINES.items():
         port = "" if engine.location.port is None else f"port {engine.location.port}, "
-        rows.append([f"`{name}`", "page", f"{port}`{engine.location.path}`"])
-        rows += [["", f"`{signal}`", signal_text(specs)] for signal, specs in engine.signals().items() if specs]
-        rows += [["", shown, signal_text(specs)] for shown, specs in optional(engine) if specs]
-    expect_generated(PAGE, "names", table(["engine", "signal", "where"], rows))
+        lines = [f"**`{name}`** ({port}`{engine.location.path}`)", ""]
+        lines += [f"- `{signal}`: {signal_text(specs)}" for signal, specs in engine.signals().items() if specs]
+        lines += [f"- {shown}: {signal_text(specs)}" for shown, specs in optional(engine) if specs]
+        parts.append("".join(f"{line}\n" for line in lines))
+    expect_generated(PAGE, "names", "\n".join(parts))
 
 
 def value_text(reading: PageReading, name: str) -> str:
