@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/traces.md describes the spans: the example and the table of attributes are made of real ones."""
+"""docs/traces.md describes the spans: the example and the list of attributes are made of real ones."""
 
 from __future__ import annotations
+
+import re
 
 from lbproxy.core.queue.ticket import Wait
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import DECODE, Usage
 from tests.extras.test_spans import ONE, OTHER, decision, place, request, spans_of, split
-from tests.support.docs import DOCS, cells, expect_generated, generated, table
+from tests.support.docs import DOCS, expect_generated, generated
 from tests.support.otlp import SERVER, Span
 
 PAGE = DOCS / "traces.md"
@@ -62,13 +64,13 @@ def test_the_example_is_what_comes_out() -> None:
 
 
 def test_the_page_has_every_attribute() -> None:
-    """The last column is a human's."""
+    """The words after the colon are a human's."""
     refused, _ = request(method="BREW", outcome=Outcome.UPSTREAM_BROKE)
     found: dict[str, dict[str, None]] = {}
     for span in [*example(), *split_example(), *spans_of(refused)]:
         for name in span.attributes:
             found.setdefault(name, {})[word(span) if span.kind != SERVER else "request"] = None
-    kept = {row[0]: row[-1] for row in cells(generated(PAGE, "attributes"))}
-    rows = [[f"`{name}`", ", ".join(words), kept.get(f"`{name}`", "")] for name, words in sorted(found.items())]
-    expect_generated(PAGE, "attributes", table(["attribute", "span", "meaning"], rows))
-    assert all(row[-1] for row in rows), "an attribute without a word about it"
+    kept = dict(re.findall(r"^- `([\w.]+)` \([a-z, ]+\): (.*)$", generated(PAGE, "attributes"), re.MULTILINE))
+    lines = [f"- `{name}` ({', '.join(words)}): {kept.get(name, '')}\n" for name, words in sorted(found.items())]
+    expect_generated(PAGE, "attributes", "".join(lines))
+    assert all(kept.get(name) for name in found), "an attribute without a word about it"
