@@ -7,7 +7,7 @@ Run it in build/compiled (`make compiled`). Instructions are counted by valgrind
 (`benchmarks.instructions`): each step without the steps below it in its table. System calls are counted, and shares of
 time sampled, by perf while the load of `benchmarks.overhead` runs, in a window each; that needs root, and
 `apt-get install linux-perf`. (strace would slow lbproxy down so far that events arrive in heaps.) `--write` puts the
-tables into docs/benchmarks.md.
+tables into benchmarks/COST.md.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from benchmarks.overhead.plan import machine, today
 from benchmarks.overhead.process import LOAD_CORE, Proxy
 from benchmarks.overhead.report import insert, table
 
-PAGE = Path(__file__).parents[1] / "docs/benchmarks.md"
+PAGE = Path(__file__).parent / "COST.md"
 MARK = "<!-- generated: cost of an event -->"
 SAMPLES_PER_S = 1999
 SYSTEM_CALLS = (
@@ -270,7 +270,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--load", action="append", choices=LOADS, help="may be said several times; default: all")
     parser.add_argument("--seconds", type=float, default=4.0, help="of a window under strace or perf")
-    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
+    parser.add_argument("--write", action="store_true", help="into COST.md")
     args = parser.parse_args()
     if why := instructions.missing():
         raise SystemExit(f"not measured, {why}")

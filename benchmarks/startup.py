@@ -12,7 +12,7 @@ does.
 
 What of the time and memory of a start the libraries take, and what lbproxy: each is imported after the ones before it,
 in a process of its own for each round, and then lbproxy runs with one endpoint. `--write` puts it into
-docs/benchmarks.md.
+benchmarks/COST.md.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ROOT = Path(__file__).parents[1]
 GIVE_UP_S = 30.0
 BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hello"}]})
 ANSWER = json.dumps({"object": "list", "data": [{"id": "m", "object": "model"}]}).encode()
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGE = ROOT / "benchmarks" / "COST.md"
 MARK = "<!-- generated: parts of a start -->"
 PARTS = {
     "Python": "",
@@ -189,7 +189,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="nothing but the medians, as a JSON object")
     parser.add_argument("--lbproxy", action="append", type=Path, default=[], metavar="CHECKOUT", help="this one too")
     parser.add_argument("--parts", action="store_true", help="what of it the libraries take")
-    parser.add_argument("--write", action="store_true", help="with --parts: into docs/benchmarks.md")
+    parser.add_argument("--write", action="store_true", help="with --parts: into COST.md")
     args = parser.parse_args()
     if args.parts:
         text = parts(args.rounds)
