@@ -214,19 +214,17 @@ def test_simulator_has_every_preset() -> None:
 def test_simulator_has_every_option() -> None:
     commands = next(action.choices for action in _parser()._actions if action.dest == "command")
     assert isinstance(commands, dict)
-    rows = []
+    lines = []
     for action in commands["mock"]._actions:
         if action.dest != "help":
             told = re.search(r"\(default: (.*)\)", action.help or "")
-            if action.default is None and told is not None:
-                default = told[1].removeprefix("the ")
-            else:
-                default = "none" if action.default in (None, []) else f"`{action.default}`"
+            default = told[1].removeprefix("the ") if action.default is None and told is not None else action.default
             text = re.sub(r" ?\(default: .*\)", "", action.help or "where it listens")
             if action.choices:
                 text = f"{', '.join(action.choices)}; {text}"
-            rows.append([f"`{action.option_strings[0]}`", default, text])
-    expect_generated(DOCS / "simulator.md", "options", table(["option", "default", "meaning"], rows))
+            shown = "" if default in (None, []) or action.nargs == 0 else f" ({default})"
+            lines.append(f"- `{action.option_strings[0]}`{shown}: {text}\n")
+    expect_generated(DOCS / "simulator.md", "options", "".join(lines))
 
 
 def parameter_text(name: str, parameter: Parameter) -> str:
@@ -240,13 +238,13 @@ def parameter_text(name: str, parameter: Parameter) -> str:
 
 
 def test_simulator_has_every_fault() -> None:
-    rows = [
-        [f"`{kind}`", what, "; ".join(parameter_text(*one) for one in parameters.items()) or "-"]
-        for kind, (what, parameters) in KINDS.items()
-    ]
-    expect_generated(DOCS / "simulator.md", "faults", table(["fault", "what the server does", "takes"], rows))
-    rows = [[parameter_text(*one)] for one in COMMON.items()]
-    expect_generated(DOCS / "simulator.md", "common", "".join(f"- {row[0]}\n" for row in rows))
+    lines = []
+    for kind, (what, parameters) in KINDS.items():
+        taken = "; ".join(parameter_text(*one) for one in parameters.items())
+        lines.append(f"- `{kind}` {what}{f'. {taken}' if taken else ''}\n")
+    expect_generated(DOCS / "simulator.md", "faults", "".join(lines))
+    lines = [f"- {parameter_text(*one)}\n" for one in COMMON.items()]
+    expect_generated(DOCS / "simulator.md", "common", "".join(lines))
 
 
 def test_simulator_names_the_block_size() -> None:

@@ -40,61 +40,57 @@ class ServerSettings(Section):
     count: Servers = 1
     """How many."""
     preset: PresetName = "qwen-32b-2xh100"
-    """Which model on which GPUs."""
+    """Model and GPUs."""
     speed: Factor = 1.0
     """2 = twice as fast as the preset."""
     kv_tokens: Tokens | None = None
     """Size of the KV cache; null = the preset's."""
     max_model_len: Tokens | None = None
-    """Tokens of prompt and response together; null = the preset's. May exceed it, as with YaRN."""
+    """Tokens of prompt and response; null = the preset's."""
     max_loras: Adapters = 0
-    """LoRA adapters that run together; 0 = none are served."""
+    """LoRA adapters that run together."""
     max_sequences: Sequences | None = None
     """Requests that run together; null = the preset's."""
     ranks: Ranks = 1
-    """Data-parallel engines behind one address, each with the whole of the preset; a request goes to the one with the
-    fewest."""
+    """Data-parallel engines behind one address; a request goes to the one with the fewest."""
     ttft: Span | None = None
-    """Fixed time to first token of each request with a slot, in seconds, whatever the prompt and the other requests:
-    only slots are simulated then. null = an engine."""
+    """Fixed time to first token, in seconds: only slots are simulated then. null = an engine."""
     ttft_spread: Share = 0.0
     """Variation of `ttft`, as `ttft_form` says."""
     ttft_form: Literal["uniform", "lognormal", "bimodal", "heavy", "prompt"] = "uniform"
-    """uniform: plus or minus `ttft_spread` as a share. lognormal: around `ttft`, with that sigma. bimodal: ten times
-    `ttft` for that share of the requests. heavy: at least `ttft`, a Pareto distribution with the exponent 1 /
-    `ttft_spread`. prompt: as lognormal, equal for prompts that begin alike."""
+    """uniform: plus or minus `ttft_spread` as a share. lognormal: that sigma. bimodal: ten times `ttft` for that share.
+    heavy: a Pareto distribution with the exponent 1 / `ttft_spread`. prompt: as lognormal, equal for prompts that begin
+    alike."""
     token_time: Span = 0.02
     """With `ttft`: seconds from token to token."""
     jitter: Annotated[float, Quantity("0", "2", "a number", whole=False)] = 0.03
-    """Variation of the times of an engine's steps: the sigma of a lognormal."""
+    """Sigma (lognormal) of the times of an engine's steps."""
     prefix_cache: bool = True
-    """Whether they cache prompts (not with `ttft`)."""
+    """Whether they cache prompts."""
     pause: Annotated[float, duration("0s", "10m")] = 0.0
-    """Time for which a server stands still, once every `pause_every`; of servers that are alike, in turns."""
+    """Time for which a server stands still, once every `pause_every`, in turns."""
     pause_every: Annotated[float, duration("1ms", "1h")] = 60.0
     """Must exceed `pause`."""
     cold_share: Share = 0.0
-    """Share of requests that need experts which are not in GPU memory, as with offloaded mixtures of experts."""
+    """Share of requests that need experts which are not in GPU memory."""
     cold_load: Annotated[float, duration("0s", "10m")] = 1.0
-    """Time that loading these stops all of the server's requests."""
+    """Time that loading these stops all requests."""
     hidden: Share = 0.0
-    """Share of a response's tokens that are generated before the first is sent: reasoning that clients do not get."""
+    """Share of a response's tokens that clients do not get, generated before the first."""
     role_chunk: bool = False
-    """Whether a stream starts with an event without a token as soon as the request is there."""
+    """Whether a stream starts with an event without a token at once."""
     usage: Literal["all", "no-cached", "none"] = "all"
-    """What responses report of tokens. no-cached: nothing of the cached ones."""
+    """no-cached: nothing of cached tokens."""
     metrics: bool = True
     """Whether they can be scraped."""
     waiting: bool = True
-    """Whether their metrics report the number of waiting requests."""
+    """Whether their metrics report waiting requests."""
     gauges: Literal["true", "in-flight", "zero", "doubled"] = "true"
-    """What the metrics report of requests. in-flight: all as waiting, none as running. zero: nothing, whatever the
-    server does. doubled: twice as many."""
+    """in-flight: all as waiting, none as running. zero: nothing. doubled: twice as many."""
     weight: Annotated[float, Quantity("0.001", "100000", "a number", whole=False)] = 1.0
-    """Configured capacity relative to the others: `weight` of an endpoint in the settings."""
+    """`weight` of an endpoint."""
     role: Literal["both", "prefill", "decode"] = "both"
-    """What they do of a request, as `role` of an endpoint in the settings. KV caches go from prefill to decode servers
-    as with vLLM's NIXL connector."""
+    """`role` of an endpoint, with vLLM's NIXL connector."""
 
     @field_validator("ttft", mode="after")
     @classmethod
@@ -123,13 +119,13 @@ class OthersSettings(Section):
     counted in the figures. Poisson arrivals of one size, without common prefixes."""
 
     server: Annotated[int, count("0", "1023")]
-    """Number of the server, from 0, in the order of `fleet`."""
+    """Its number, in the order of `fleet`."""
     rate: Annotated[float, Quantity("0.001", "100000", "a rate", whole=False)]
     """Requests per second."""
     prompt_tokens: Annotated[int, count("1", "1000000")] = 1000
     output_tokens: Annotated[int, count("1", "1000000")] = 200
     at: Moment = 0.0
-    """Start, since the start of the simulation."""
+    """Since the start."""
     lasts: Annotated[float, duration("1ms", "24h")] = 86_400.0
     """Duration."""
 
@@ -138,33 +134,32 @@ class FaultSettings(Section):
     """A fault of one server for a while."""
 
     server: Annotated[int, count("0", "1023")]
-    """Number of the server, from 0, in the order of `fleet`."""
+    """Its number, from 0, in the order of `fleet`."""
     at: Moment
-    """Start, since the start of the simulation."""
+    """Since the start."""
     lasts: Annotated[float, duration("1ms", "24h")]
     """Duration."""
     speed: Factor | None = None
-    """Factor of its own speed in that time. null = it fails, by `kind`."""
+    """Factor of its own speed. null = it fails, by `kind`."""
     kind: Literal["dead", "hung", "failing", "restarted", "cleared", "stale"] = "dead"
-    """dead: refuses connections, returns with an empty cache. hung: accepts requests and computes nothing until it is
-    restarted. failing: returns 500 to every request immediately. restarted: loses its requests and its cache at `at`,
-    and nothing reports it. cleared: loses its cache only. stale: its page of metrics does not change, as with a cache
-    in between. The health checks of all but the first succeed."""
+    """dead: refuses connections, returns with an empty cache. hung: accepts requests and computes nothing. failing:
+    returns 500 at once. restarted: loses its requests and cache at `at`, unreported. cleared: loses its cache only.
+    stale: its metrics do not change. The health checks of all but the first succeed."""
 
 
 class ExchangeSettings(Section):
     """How balancers tell each other of their requests."""
 
     interval: Annotated[float, duration("1ms", "1m")] = 0.05
-    """Time between two batches of one balancer."""
+    """Between two batches of one balancer."""
     delay: Annotated[float, duration("0s", "1m")] = 0.002
-    """Mean time until a batch arrives; each takes half to one and a half times as long."""
+    """Mean time until a batch arrives."""
     lost: Share = 0.0
     """Share of batches that never arrive."""
     repeated: Share = 0.0
     """Share that arrives twice."""
     late: Share = 0.0
-    """Share that arrives three intervals later, after newer batches."""
+    """Share that arrives three intervals later."""
 
 
 class BalancerFaultSettings(Section):
@@ -173,9 +168,9 @@ class BalancerFaultSettings(Section):
     balancer: Annotated[int, count("0", "63")]
     """Its number, from 0."""
     at: Moment
-    """Since the start of the simulation."""
+    """Since the start; its requests fail, and others notice after 3 s."""
     lasts: Annotated[float, duration("1ms", "24h")] = 86_400.0
-    """Time until another one takes its place, with what the others know."""
+    """Until another takes its place, with what the others know."""
 
 
 OfServer: TypeAlias = FaultSettings | OthersSettings
@@ -189,21 +184,21 @@ class WorkloadSettings(Section):
     parameters: dict[str, Annotated[float, Quantity("0", "1000000000", "a number", whole=False)]] = Field(
         default_factory=dict
     )
-    """Changes of the workload's default parameters."""
+    """Changes of the defaults."""
     trace: str | None = None
-    """The file of the trace that a workload replays; null = generated traffic with its statistics."""
+    """The file that it replays."""
     flow: Annotated[str, Field(pattern="^[A-Za-z0-9._-]{1,48}$")] = "anonymous"
-    """The flow of these requests, as with an API key or `x-lbproxy-flow`."""
+    """As with an API key or `x-lbproxy-flow`."""
     copies: Annotated[int, count("1", "256")] = 1
-    """Number of clients that each send this workload; with more than one, each has its own flow: light-1, light-2."""
+    """Clients that each send this; each has its own flow: light-1, light-2."""
     priority: Priority | None = None
-    """Their `x-lbproxy-priority`. null = none: the flow's own."""
+    """Their `x-lbproxy-priority`."""
     slo_ttft: Annotated[float, duration("1ms", "1h")] | None = None
-    """Deadline of the first token, as `x-lbproxy-slo-ttft-ms`; null = none."""
+    """As `x-lbproxy-slo-ttft-ms`."""
     patience: Annotated[float, duration("1ms", "1h")] | None = None
-    """Time after which a client disconnects if it has no first token (without streaming: no response); null = never."""
+    """A client disconnects if it has no first token by then (without streaming: no response)."""
     stream_share: Share | None = None
-    """Share of its requests with streaming responses; null = the scenario's."""
+    """null = the scenario's."""
 
 
 class Scenario(Section):
@@ -214,46 +209,43 @@ class Scenario(Section):
     faults: tuple[FaultSettings, ...] = ()
     """Faults of the servers."""
     others: tuple[OthersSettings, ...] = ()
-    """Requests of other clients that bypass the balancer."""
+    """Requests of other clients, which the balancer sees only in metrics; not in the figures."""
     workload: WorkloadSettings | None = None
     """What clients send."""
     workloads: tuple[WorkloadSettings, ...] = ()
-    """A list of workloads, of clients that send at the same time."""
+    """Several, at the same time."""
     policies: tuple[RoutingSettings, ...]
-    """The policies to compare, each a name or a mapping like `routing` in the settings. All are compared with the
-    first."""
+    """Names, or mappings like `routing` in the settings; all are compared with the first."""
     seeds: Annotated[int, count("1", "100")] = 3
-    """Number of runs, each with other arrivals, which are the same for every policy."""
+    """Number of runs with other arrivals."""
     stream_share: Share = 1.0
-    """Share of requests with streaming responses."""
+    """Share of requests that stream."""
     size_error: Share = 0.15
-    """Error of the balancer's estimate of prompt tokens: uniform, plus or minus this share."""
+    """Of the balancer's estimate of prompt tokens: uniform, plus or minus."""
     adapters_known: bool = True
-    """Whether the servers' model lists mark LoRA adapters. false = the balancer treats them as separate models."""
+    """Whether model lists mark LoRA adapters; else they are separate models."""
     sizes_declared: bool = False
-    """Whether the endpoints' settings have the right size of their KV caches (`kv_cache_tokens`)."""
+    """Whether endpoints have the right `kv_cache_tokens`."""
     scrape_interval: Annotated[float, duration("10ms", "1h")] | None = 0.2
-    """Seconds between two scrapes of a server; null = no scrapes."""
+    """Between two scrapes; null = none."""
     scrape_delay: Annotated[float, duration("0s", "1m")] = 0.005
-    """Age of a scrape's figures when they arrive."""
+    """Age of a scrape's figures."""
     network_delay: Annotated[float, duration("0s", "10s")] = 0.0005
-    """One-way delay between balancer and server."""
+    """One way, balancer to server."""
     balancers: Annotated[int, count("1", "64")] = 1
-    """Number of balancers that share the fleet, each with a part of the requests."""
+    """They share the fleet, each with a part of the requests."""
     exchange: ExchangeSettings | None = None
-    """How balancers tell each other of their requests, as with `replicas` in the settings; null = they share
-    nothing."""
+    """How they tell each other; null = they share nothing."""
     balancer_faults: tuple[BalancerFaultSettings, ...] = ()
     """Deaths of balancers."""
     admission: AdmissionSettings = AdmissionSettings(
         queue_requests=1_000_000, queue_bytes=1024 * 1024**3, queue_timeout=86_400
     )
-    """The balancer's queue. Unlike in the settings, the default limits refuse no requests, because refused requests
-    have no latency."""
+    """The queue; by default it refuses nothing, because refused requests have no latency."""
     flows: FlowsSettings = FlowsSettings()
-    """Weights, priorities and limits of the flows, as in the settings."""
+    """As in the settings."""
     fair: bool = True
-    """false = the balancer treats all requests as one flow, to show the effect of flows."""
+    """false = one flow for all."""
 
     @property
     def sources(self) -> tuple[WorkloadSettings, ...]:

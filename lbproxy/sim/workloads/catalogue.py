@@ -59,8 +59,8 @@ def ladder(  # noqa: PLR0913 - parameters with defaults, named by users
     independent: int = 0,
     fresh: int = 0,
 ) -> Workload:
-    """llm-d's ladder: groups with a long system prompt each, a few questions a group asked again and again, Poisson
-    arrivals at rates that climb from step to step, drained between steps.
+    """llm-d's ladder: groups with a long system prompt each, a few questions asked again and again, at rates that
+    climb from step to step, drained in between.
 
     The questions come in one shuffled order, over and over, as in inference-perf; `independent` 1 draws each by itself
     instead, and `fresh` 1 makes each question a new one, so that only system prompts are shared. `first_rate` and
@@ -100,9 +100,9 @@ def own(  # noqa: PLR0913
     skew: float = 0.0,
     begin_s: float = 0.0,
 ) -> Workload:
-    """Poisson arrivals of your own sizes, from `begin_s` on: `prompt_tokens` (of which the first `shared_tokens` are
-    one of `groups` system prompts, the popularity of the n-th as n to the power of minus `skew`) and `output_tokens`;
-    with `spread`, lognormal around those medians with that sigma.
+    """Poisson arrivals of your own sizes: `prompt_tokens` (the first `shared_tokens` are one of `groups` system
+    prompts, the popularity of the n-th as n to the power of minus `skew`) and `output_tokens`; with `spread`,
+    lognormal with that sigma.
     """
     rng = random.Random(f"{seed}:own")
     ids = fresh_ids()
@@ -256,9 +256,7 @@ def agents(
     max_context: int = 120_000,
     duration_s: float = 240.0,
 ) -> Workload:
-    """Agents: one long system prompt with tools, and a context that grows by long results up to `max_context`; each
-    step follows soon after the one before. Closed loop.
-    """
+    """Agents: one long system prompt, and a context that grows by long results up to `max_context`. Closed loop."""
     conversation = Conversation(
         users=users,
         shared_tokens=shared_tokens,
@@ -287,10 +285,7 @@ def coding_agents(  # noqa: PLR0913
     duration_s: float = 600.0,
     warm_up_s: float = 150.0,
 ) -> Workload:
-    """Coding agents: sessions of 20 to 100 turns that share tools and system prompt, with tool results, sub-agents,
-    compaction, and people who are asked now and then; figures of published traces. Closed loop. The first `warm_up_s`
-    do not count.
-    """
+    """Coding agents: sessions of 20 to 100 turns. Closed loop. The first `warm_up_s` do not count."""
     coding = Coding(
         sessions=sessions,
         projects=projects,
@@ -319,8 +314,8 @@ def documents(  # noqa: PLR0913
     output_tokens: int = 35,
     duration_s: float = 180.0,
 ) -> Workload:
-    """Short questions about long documents, answered in a few words: lengths of documents evenly between two, the
-    popularity of the n-th as n to the power of minus `skew`. Poisson arrivals.
+    """Short questions about long documents, lengths evenly between two, the popularity of the n-th as n to the
+    power of minus `skew`.
     """
     rng = random.Random(f"{seed}:documents")
     ids = fresh_ids()
@@ -343,9 +338,7 @@ def mooncake(
     duration_s: float = 600.0,
     max_context: int = 130_000,
 ) -> Workload:
-    """Mooncake's conversations, so many times as fast; the first `duration_s` of what results. Without the trace, rows
-    with its statistics.
-    """
+    """Mooncake's conversations, so many times as fast."""
     found = mooncake_like(seed) if rows is None else rows
     return replay(found, seed=seed, speedup=speedup, max_context=max_context, duration_s=duration_s)
 
@@ -358,9 +351,7 @@ def azure(
     duration_s: float = 300.0,
     max_context: int = 130_000,
 ) -> Workload:
-    """Azure's conversations, which share nothing, so many times as fast; the first `duration_s` of what results.
-    Without the trace, rows with its statistics.
-    """
+    """Azure's conversations, which share nothing, so many times as fast."""
     found = azure_like(seed) if rows is None else rows
     return replay(found, seed=seed, speedup=speedup, max_context=max_context, duration_s=duration_s)
 
