@@ -344,19 +344,24 @@ def page(result: Result) -> str:
     return "\n".join(_lines(result))
 
 
+SHORT_LINES = 8
+"""Longer outputs are in results/night.json only; docs/admin.md explains such pages."""
+
+
 def _lines(result: Result) -> Iterator[str]:
-    phases, explained = result["phases"], False
+    phases = result["phases"]
     ends = [phase["at_s"] for phase in phases[1:]] + [float("inf")]
     for phase, end_s in zip(phases, ends, strict=True):
         yield f"**{clock(phase['at_s'])}** {phase['says']}\n"
-        yield f"Clients: {_clients(phase['clients'])}\n"
         changes = [one for one in result["alerts"] if phase["at_s"] <= one["at_s"] < end_s]
-        yield f"Alerts: {_alerts(changes)}\n"
-        for shown in sorted(phase["shown"], key=lambda shown: shown["at_s"]):
-            output, legend, rest = shown["output"].partition("flight: our requests")
-            output += "" if explained else legend + rest
-            yield f"```\n{clock(shown['at_s'])} $ lbproxy {shown['command']}\n{output}```\n"
-            explained = explained or bool(legend)
+        yield f"{_clients(phase['clients'])} {_alerts(changes)}\n"
+        shown = [one for one in phase["shown"] if one["output"].count("\n") <= SHORT_LINES]
+        if shown:
+            said = (
+                f"{clock(one['at_s'])} $ lbproxy {one['command']}\n{one['output']}"
+                for one in sorted(shown, key=lambda one: one["at_s"])
+            )
+            yield f"```\n{''.join(said)}```\n"
 
 
 def _clients(found: dict[str, Any]) -> str:
@@ -370,7 +375,7 @@ def _clients(found: dict[str, Any]) -> str:
 
 def _alerts(changes: list[Change]) -> str:
     if not changes:
-        return "nothing changes."
+        return "No alert changes."
     told = [
         f"{clock(one['at_s'])} `{one['alert']}` {_of(one['endpoint'])}is {_STATES.get(one['state'], one['state'])}"
         for one in changes
