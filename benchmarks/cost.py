@@ -91,7 +91,7 @@ REQUEST = (
             Step("the client's head", "CPyDef_headers___client_head"),
             Step("usage", "CPyDef_usage___read_usage"),
             Step("the balancer learns, and counts the end", "CPyDef_runtime___Runtime___answered"),
-            Step("the record's end", "CPyDef_lifetime___Lifetime___finish"),
+            Step("the record's end", "CPyDef_exchange___Exchange___finish"),
         ),
     ),
     _FLUSH,

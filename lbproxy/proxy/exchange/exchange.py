@@ -6,17 +6,25 @@ connection was made) and of that connection (its response arrived, or it broke).
 of the cost of a request. Each attempt places, sends, and ends with a response head or a failure. After a failure, or a
 response that another endpoint may do better, the balancer decides whether to retry. An accepted head is passed to a
 `Relay`; the first bytes of its body are the commit point, after which nothing is retried. `step` is what the exchange
-does now; `proxy.exchange.steps` has the table. Its end, whatever it does, is in `proxy.exchange.lifetime`. Invariants:
+does now; `proxy.exchange.steps` has the table. Invariants:
 
+- It ends exactly once, in `finish`, whatever happens; every ticket is closed by then.
+- What is in progress in a step (`_work`) is released when the step ends; the first leg of a split request (`_split`)
+  when the exchange ends, or another attempt begins.
 - Each attempt sends the same body. After a response's head (`_head_sent_by`) only an event stream's body may follow.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from math import ceil
-from typing import TypeVarTuple
+from typing import TypeAlias, TypeVarTuple
 
+from lbproxy.config.tree import Settings
+from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.request import DECODE, PREFILL, InferenceRequest, Usage, estimated
@@ -27,10 +35,15 @@ from lbproxy.core.responses.usage import read_usage
 from lbproxy.net.connections.h1 import ResponseHead
 from lbproxy.net.connections.pool import Connection
 from lbproxy.net.connections.retry_after import retry_after_s
-from lbproxy.proxy.exchange.exchanger import LARGE_BODY_BYTES, bytes_per_token, expected_prompt_tokens, origin_of
+from lbproxy.proxy.exchange.exchanger import (
+    LARGE_BODY_BYTES,
+    Exchanger,
+    bytes_per_token,
+    expected_prompt_tokens,
+    origin_of,
+)
 from lbproxy.proxy.exchange.failures import NO_FAILURES, AttemptFailures, is_missing, refusal_after, without_response
-from lbproxy.proxy.exchange.lifetime import Lifetime
-from lbproxy.proxy.exchange.relay import Relay, can_continue, is_json, note_objects
+from lbproxy.proxy.exchange.relay import Client, Relay, can_continue, end_after_head, is_json, note_objects
 from lbproxy.proxy.exchange.split import FirstLeg, SplitRequest, decode_endpoint, first_leg
 from lbproxy.proxy.exchange.steps import (
     BACKING_OFF,
@@ -39,22 +52,39 @@ from lbproxy.proxy.exchange.steps import (
     LOOKING,
     PLACING,
     PREFILLING,
+    READING,
     RELAYING,
     SENT,
+    Step,
 )
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.headers import client_head
 from lbproxy.proxy.request.reading import as_named_by
 
+logger = logging.getLogger("lbproxy")
 Arguments = TypeVarTuple("Arguments")
+Work: TypeAlias = asyncio.Task[None] | Connection | Relay | asyncio.TimerHandle | None
 
 
-class Exchange(Lifetime):
-    """One request; a net.connections.pool.Receiver until it accepts a response.
+class Exchange(ABC):
+    """One request; a net.connections.pool.Receiver until it accepts a response. Subclasses refuse and end it.
 
     Defaults live in the class until they are overwritten: one object is made for every request.
     """
 
+    request: ClientRequest
+    """The client's request. Set by `start`."""
+    placed: InferenceRequest
+    """The request as the balancer sees it. Set by `start`."""
+    step = READING
+    _work: Work
+    """What is in progress in this step: a dial, the connection that carries the request, a relay, a timer."""
+    _ticket: Ticket | None = None
+    """The current attempt."""
+    _head_sent_by: Relay | None = None
+    """The relay, of any attempt, that sent the head of a stream to the client, without any of a body."""
+    _split: SplitRequest | None = None
+    """The first leg of a request that is split, and what the second one is sent."""
     cors = ""
     """Field lines of the response that replace the endpoint's own; "" = the settings allow no origins."""
     switches: bool = False
@@ -62,6 +92,31 @@ class Exchange(Lifetime):
     _models_refreshed = False
     """The endpoints were asked again for their models."""
     _failed: AttemptFailures = NO_FAILURES
+
+    def __init__(self, shared: Exchanger, client: Client, record: RequestRecord, *, keep_alive: bool) -> None:
+        self._shared = shared
+        self._work = None  # not in the class: mypyc ignores a default of None for a union of other types
+        self.client = client
+        self.record = record
+        self.keep_alive = keep_alive
+        """The client's connection may serve another request."""
+
+    @property
+    def settings(self) -> Settings:
+        """The settings under which the request is served."""
+        return self._shared.settings
+
+    @abstractmethod
+    def _body_released(self) -> None:
+        """The request's body is not held any more."""
+
+    @abstractmethod
+    def _refuse(self, error: LbError) -> bool:
+        """Send an error; nothing went to the client yet. Returns whether its connection can be used again."""
+
+    @abstractmethod
+    def _ended(self, reusable: bool) -> None:
+        """The exchange is finished and its record complete. `reusable`: the client's connection can be used again."""
 
     # An attempt
 
@@ -439,8 +494,8 @@ class Exchange(Lifetime):
         return is_written and self.record.status < 300
 
     def _used_so_far(self, outcome: Outcome) -> Usage | None:
-        """See Lifetime. What the endpoint wrote until then counts all the same; and if the client left before any of it
-        came, what it is likely to have written.
+        """What the response has used that ends now with this outcome: what the endpoint wrote until then; and if the
+        client left before any of it came, what it is likely to have written. None: nothing that counts.
         """
         relay, ticket, is_left = self._work, self._ticket, outcome is Outcome.CLIENT_CLOSED
         if ticket is None or not isinstance(relay, Relay):
@@ -554,6 +609,88 @@ class Exchange(Lifetime):
         """The client's buffer has room."""
         if self.step is RELAYING:
             self._relaying.resume()
+
+    # The end
+
+    def refuse(self, error: LbError) -> None:
+        """End with an error; nothing went to the client yet, or the head of a stream alone."""
+        if self._head_sent_by:
+            end_after_head(self.client, self.record, error)
+            self.finish(False)
+        else:
+            self.finish(self._refuse(error))
+
+    def finish(self, reusable: bool) -> None:
+        """End the exchange. Only the first call counts."""
+        if self.step is not FINISHED:
+            self._enter(FINISHED)
+            self._head_sent_by = None  # a reference back to this exchange
+            if self._split is not None:  # another
+                self._split.abandon(decode_endpoint(self._ticket))
+                self._split = None
+            self._ended(reusable)
+
+    def defect(self) -> None:
+        """End because of a defect of lbproxy; call it while the exception is handled."""
+        logger.exception("request %s failed", self.record.id)
+        if self.step is FINISHED:
+            return
+        self._abandon(Outcome.INTERNAL_ERROR)
+        self.keep_alive = False
+        if self.record.response_bytes and not self._head_sent_by:
+            self.record.outcome = Outcome.INTERNAL_ERROR
+            self.finish(False)
+        else:
+            self.refuse(LbError(Outcome.INTERNAL_ERROR))
+
+    def client_disconnected(self) -> None:
+        """The client's connection is lost: release everything at once."""
+        if self.step is not FINISHED:
+            self.record.outcome = Outcome.CLIENT_CLOSED
+            self._abandon(Outcome.CLIENT_CLOSED)
+            self.finish(False)
+
+    def cut(self, why: Outcome) -> None:
+        """End early: lbproxy stops (DRAINING) or has no memory (OVERLOADED). The client is told, as far as possible."""
+        if self.step is RELAYING:
+            self._relaying.cut(why)
+        elif self.step is not FINISHED:
+            self.give_up(LbError(why))
+
+    def give_up(self, error: LbError) -> None:
+        """End with an error, whatever is in progress; nothing but the head of a stream went to the client yet."""
+        self._abandon(error.outcome)
+        self.refuse(error)
+
+    # Steps
+
+    def _enter(self, step: Step, work: Work = None) -> None:
+        """The only place where the step changes. What was in progress has ended, or was released."""
+        self.step = step
+        self._work = work
+
+    def _release_work(self) -> None:
+        """Release what is in progress in this step, which is about to change."""
+        work, self._work = self._work, None
+        if isinstance(work, Connection):
+            work.abort()
+        elif isinstance(work, Relay):
+            work.release()
+        elif work is not None:
+            work.cancel()
+
+    @property
+    def _relaying(self) -> Relay:
+        """The relay, while RELAYING."""
+        work = self._work
+        assert isinstance(work, Relay)
+        return work
+
+    def _abandon(self, outcome: Outcome) -> None:
+        usage = self._used_so_far(outcome)
+        self._release_work()
+        if self._ticket is not None:
+            self._shared.runtime.close(self._ticket, outcome, usage)
 
     # Responses of lbproxy itself
 
