@@ -9,11 +9,11 @@ from lbproxy.control.families.endpoints import cache_families
 from lbproxy.control.families.kv_events import kv_families
 from lbproxy.core.engines.kv_events import Problem
 from tests.support.docs import DOCS, expect_generated, family_lines
-from tests.support.kv_events import FakeKvEvents, snapshot
+from tests.support.kv_events import published, snapshot
 
 
 def test_metrics_has_every_family_of_kv_events() -> None:
-    lines = family_lines([*cache_families([snapshot(3_200, 0.25)]), *kv_families(FakeKvEvents())])
+    lines = family_lines([*cache_families([snapshot(3_200, 0.25)]), *kv_families(published())])
     expect_generated(DOCS / "metrics.md", "families of KV events", lines)
 
 

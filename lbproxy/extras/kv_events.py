@@ -14,8 +14,9 @@ from lbproxy.config.text import ConfigError
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.caches.cache_report import CacheReport
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
+from lbproxy.core.engines.kv_events import KvStats
 from lbproxy.driver.runtime import Runtime
-from lbproxy.extras.kv_feed import KvFeed, KvStats
+from lbproxy.extras.kv_feed import KvFeed
 from lbproxy.extras.kv_pace import Pace
 
 if TYPE_CHECKING:

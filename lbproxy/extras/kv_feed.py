@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from math import inf
 from typing import Final, Protocol
 
@@ -27,6 +25,7 @@ from lbproxy.core.engines.kv_events import (
     Cleared,
     KvEventError,
     KvMessage,
+    KvStats,
     Problem,
     decode_event,
     read_message,
@@ -91,32 +90,6 @@ class KvSockets(Protocol):
     def dial(self, url: str) -> KvSocket:
         """A socket that asks for a replay."""
         ...
-
-
-@dataclass(slots=True)
-class KvStats:
-    """What one endpoint published."""
-
-    now: Callable[[], float]
-    messages: int = 0
-    bytes: int = 0
-    stored: int = 0
-    """Blocks."""
-    removed: int = 0
-    clears: int = 0
-    restarts: int = 0
-    """Times that the publisher started again."""
-    lost: int = 0
-    """Messages that were never received."""
-    replayed: int = 0
-    problems: Counter[Problem] = field(default_factory=Counter)
-    heard_at: float = -inf
-    """When the last message arrived."""
-
-    @property
-    def age_s(self) -> float | None:
-        """Seconds since then; None = there was no message."""
-        return None if self.heard_at == -inf else self.now() - self.heard_at
 
 
 class KvFeed:

@@ -29,7 +29,8 @@ from lbproxy.config.shown import without_parts_of
 from lbproxy.config.text import ConfigError, one_line
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.replicas.batches import BatchError, decode, encode
-from lbproxy.core.replicas.peers import MAX_PEERS, PeerSnapshot
+from lbproxy.core.replicas.peers import MAX_PEERS
+from lbproxy.core.replicas.shown import ReplicaFacts, ReplicationStats
 from lbproxy.core.saved.lines import encode as encode_piece
 from lbproxy.core.saved.lines import read_lines
 from lbproxy.core.saved.reading import Saved, SavedError
@@ -60,34 +61,6 @@ MAX_KNOWLEDGE_BYTES: Final = 256 << 20
 MAX_PROBLEM_CHARS: Final = 200
 MAX_STORED: Final = 10_000
 """Stored responses of which one who joins is told."""
-
-
-@dataclass(slots=True)
-class ReplicationStats:
-    """What was exchanged since the start."""
-
-    batches_sent: int = 0
-    bytes_sent: int = 0
-    batches_received: int = 0
-    bytes_received: int = 0
-    malformed: int = 0
-    """Batches that could not be read."""
-    failures: int = 0
-    """How often the store could not be used any more, or not yet."""
-    append_s: float | None = None
-    """How long the last batch took to be stored."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaFacts:
-    """One other replica, as it is shown."""
-
-    replica: str
-    """Its id."""
-    name: str
-    version: str
-    peer: PeerSnapshot | None
-    """What is known of its requests; None = it was not heard yet."""
 
 
 class Replication:

@@ -18,7 +18,7 @@ from lbproxy.config.sections.clients import Address
 from lbproxy.config.tree import Settings
 from lbproxy.control.admin.key_files import Credentials, Files, Watched
 from lbproxy.control.admin.state import ClientListener
-from lbproxy.control.families.common import Door, Loads, OwnOverload, TracingCounts, Workers
+from lbproxy.control.families.common import Loads, OwnLoad, Workers
 from lbproxy.control.telemetry.memory import Memory
 from lbproxy.control.telemetry.telemetry import Connections, Ticker
 from lbproxy.core.observed.sink import Sink
@@ -27,7 +27,6 @@ from lbproxy.driver.request_runtime import RequestRuntime
 from lbproxy.driver.runtime import Runtime
 from lbproxy.extras.tracing import Tracing
 from lbproxy.net.connections.pool import ConnectionPool
-from lbproxy.net.listening.listener import Listener
 from lbproxy.net.listening.sites import is_loopback
 from lbproxy.proxy.exchange.exchanger import Exchanger
 from lbproxy.proxy.front.overload import Overload
@@ -64,28 +63,16 @@ class Plane(Protocol):
         ...
 
     @property
-    def load(self) -> OwnOverload:
-        """What it refuses because lbproxy is the bottleneck."""
-        ...
-
-    @property
-    def door(self) -> Door:
-        """Its listener."""
-        ...
-
-    @property
-    def tracing(self) -> TracingCounts:
-        """What has its requests traced."""
-        ...
-
-    @property
     def pulse(self) -> Ticker:
         """How late its event loops are."""
         ...
 
-    @property
+    def own_load(self) -> OwnLoad:
+        """What it refuses because lbproxy is the bottleneck, now."""
+        ...
+
     def workers(self) -> Workers | None:
-        """The worker processes; None = clients are served in this process."""
+        """The worker processes, now; None = clients are served in this process."""
         ...
 
     @property
@@ -153,8 +140,6 @@ class Parts(NamedTuple):
 class DataPlane:
     """Serves clients in this process. `prepare` and `adopt`, then `accept`; `stop`, then `close`."""
 
-    workers: Workers | None = None
-
     def __init__(
         self,
         settings: Settings,
@@ -213,15 +198,23 @@ class DataPlane:
         """Connections to endpoints."""
         return self.connections
 
-    @property
-    def load(self) -> Overload:
-        """What is refused because lbproxy is the bottleneck."""
-        return self.overload
+    def own_load(self) -> OwnLoad:
+        """See Plane."""
+        overload, listener, traces = self.overload, self.front.listener, self.tracing.traces
+        return OwnLoad(
+            overload.refuses,
+            overload.refused,
+            listener.refused,
+            listener.failed_handshakes,
+            overload.ended,
+            overload.held_bytes,
+            overload.max_held_bytes,
+            overload.limit_bytes,
+            None if traces is None else traces.results,
+        )
 
-    @property
-    def door(self) -> Listener:
-        """Where clients connect."""
-        return self.front.listener
+    def workers(self) -> None:
+        """There are none."""
 
     @property
     def pulse(self) -> Pulse:

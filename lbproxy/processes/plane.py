@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from lbproxy.config.tree import Settings
 from lbproxy.control.admin.key_files import read_credentials
-from lbproxy.control.families.common import WorkerFacts
+from lbproxy.control.families.common import OwnLoad, WorkerFacts, Workers
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.extras.tracing import find_traces
 from lbproxy.processes.data_plane import Loop, Parts
@@ -60,12 +60,10 @@ class Upstreams:
 
 
 class WorkerTotals:
-    """Counts of workers added up, those of ended workers included: see families.Load, families.Door, extras.tracing."""
+    """Counts of workers added up, those of ended workers included."""
 
-    def __init__(self, server: WorkerServer, count: int) -> None:
-        """`count`: how many workers there are, if all are connected."""
+    def __init__(self, server: WorkerServer) -> None:
         self._server = server
-        self._count = count
         self._gone: Counter[str] = Counter()
         """Counts of workers that are dead, by family and label."""
         server.succession.on_dead = self._on_dead
@@ -73,111 +71,16 @@ class WorkerTotals:
     def _on_dead(self, session: Session) -> None:
         self._gone += _counts(session)
 
-    def _sum(self, family: str) -> dict[str, int]:
+    def by_label(self, family: str) -> dict[str, int]:
+        """One of the families of `_counts`, by label."""
         total = Counter(self._gone)
         for session in (*self._server.sessions, *self._server.succession.former.values()):
             total.update(_counts(session))
         return {name.partition("/")[2]: n for name, n in total.items() if name.partition("/")[0] == family}
 
-    @property
-    def refuses(self) -> str | None:
-        """Why a worker refuses requests now."""
-        return next((one.beat.refuses for one in self._server.sessions if one.beat.refuses), None)
-
-    @property
-    def refused(self) -> dict[str, int]:
-        """Requests that were refused, by reason; as a Door: connections."""
-        return self._sum("refused")
-
-    @property
-    def ended(self) -> int:
-        """Requests that were ended for their memory."""
-        return self._sum("ended").get("", 0)
-
-    @property
-    def held_bytes(self) -> int:
-        """Of bodies."""
-        return sum(one.beat.held_bytes for one in self._server.sessions)
-
-    @property
-    def max_held_bytes(self) -> int:
-        """The limit of that."""
-        return sum(one.beat.max_held_bytes for one in self._server.sessions)
-
-    @property
-    def rss_bytes(self) -> int | None:
-        """Memory in use by all workers."""
-        return sum(one.beat.rss_bytes or 0 for one in self._server.sessions) or None
-
-    @property
-    def limit_bytes(self) -> int | None:
-        """Memory that all workers may use."""
-        return sum(one.beat.limit_bytes or 0 for one in self._server.sessions) or None
-
-    @property
-    def results(self) -> dict[str, int]:
-        """How many requests' traces became what."""
-        return self._sum("traces")
-
-    @property
-    def traces(self) -> WorkerTotals | None:
-        """See extras.tracing: None while no request was traced."""
-        return self if any(self._sum("traces")) else None
-
-    @property
-    def internal_errors(self) -> int:
-        """Of all workers."""
-        return self._sum("internal").get("", 0)
-
-    @property
-    def dropped_lines(self) -> int:
-        """Of the log, of all workers."""
-        return self._sum("dropped").get("", 0)
-
-    def facts(self) -> list[WorkerFacts]:
-        """See families.Workers."""
-        return [
-            WorkerFacts(
-                session.index,
-                session.pid,
-                beat.connections,
-                beat.running,
-                beat.upstreams,
-                beat.cpu_s,
-                session.cpu_share,
-                max(beat.lags_s, default=0.0),
-                beat.rss_bytes,
-            )
-            for session in self._server.sessions
-            for beat in (session.beat,)
-        ]
-
-    @property
-    def unheard(self) -> int:
-        """Workers of which not all requests are known."""
-        return max(0, self._count - self._server.heard())
-
-    @property
-    def placed_alone(self) -> int:
-        """Requests that workers placed while there was no balancer process."""
-        return self._sum("alone").get("", 0)
-
-
-class Connecting:
-    """The workers' listeners: see families.Door."""
-
-    def __init__(self, totals: WorkerTotals) -> None:
-        self._totals = totals
-
-    @property
-    def refused(self) -> dict[str, int]:
-        """Connections, by reason."""
-        return self._totals._sum("connections")
-
-    @property
-    def failed_handshakes(self) -> int:
-        """Connections that no TLS came of."""
-        return self._totals._sum("handshakes").get("", 0)
+    def number(self, family: str) -> int:
+        """One that has no labels."""
+        return self.by_label(family).get("", 0)
 
 
 class Lags:
@@ -212,8 +115,8 @@ class WorkersPlane:
         self._path, self._url = path, url
         self.front = WorkersFront(self.server, url, count if begins else 1)
         self.upstreams = Upstreams(self.server)
-        self.workers = self.load = self.tracing = WorkerTotals(self.server, count)
-        self.door = Connecting(self.workers)
+        self._totals = WorkerTotals(self.server)
+        self._count = count
         self.pulse = Lags()
         self.server.on_beat = self._on_beat
         self.keys: int | None = None
@@ -232,6 +135,27 @@ class WorkersPlane:
         """The owner tells the workers: they read the settings' text."""
         self.keys = prepared or None
         self._loads.stale.clear()
+
+    def own_load(self) -> OwnLoad:
+        """See data_plane.Plane."""
+        beats, totals = [one.beat for one in self.server.sessions], self._totals
+        return OwnLoad(
+            next((one.refuses for one in beats if one.refuses), None),
+            totals.by_label("refused"),
+            totals.by_label("connections"),
+            totals.number("handshakes"),
+            totals.number("ended"),
+            sum(one.held_bytes for one in beats),
+            sum(one.max_held_bytes for one in beats),
+            sum(one.limit_bytes or 0 for one in beats) or None,
+            totals.by_label("traces") or None,
+        )
+
+    def workers(self) -> Workers:
+        """See data_plane.Plane."""
+        totals, unheard = self._totals, max(0, self._count - self.server.heard())
+        errors, dropped, alone = totals.number("internal"), totals.number("dropped"), totals.number("alone")
+        return Workers([_facts(one) for one in self.server.sessions], unheard, errors, dropped, alone)
 
     def set_log_level(self, level: str) -> None:
         """See data_plane.Plane."""
@@ -262,6 +186,13 @@ class WorkersPlane:
     async def close(self) -> None:
         """End the links."""
         self.server.close()
+
+
+def _facts(session: Session) -> WorkerFacts:
+    beat = session.beat
+    lag_s = max(beat.lags_s, default=0.0)
+    mine = beat.connections, beat.running, beat.upstreams, beat.cpu_s
+    return WorkerFacts(session.index, session.pid, *mine, session.cpu_share, lag_s, beat.rss_bytes)
 
 
 def _counts(session: Session) -> Counter[str]:

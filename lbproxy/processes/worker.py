@@ -238,7 +238,7 @@ class Worker:
 
     def _beat(self) -> m.WorkerFigures:
         plane, used = self._plane, resource.getrusage(resource.RUSAGE_SELF)
-        load, door, traces = plane.overload, plane.door, plane.tracing.traces
+        load, door, traces = plane.overload, plane.front.listener, plane.tracing.traces
         lags, self._lags = self._lags, []
         return m.WorkerFigures(
             connections=plane.front.open_connections,

@@ -17,11 +17,10 @@ import pytest
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints.endpoint import Endpoint
 from lbproxy.core.endpoints.state import EndpointState
-from lbproxy.core.engines.kv_events import Problem
+from lbproxy.core.engines.kv_events import KvStats, Problem
 from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.driver.runtime import Runtime
 from lbproxy.extras.kv_events import KvEvents
-from lbproxy.extras.kv_feed import KvStats
 from lbproxy.sim.engine.engine import Engine
 from lbproxy.sim.mock.http import MockOptions, MockServer
 from lbproxy.sim.mock.serving.kv_publisher import KvPublisher

@@ -19,12 +19,11 @@ from msgspec.msgpack import encode
 
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints.state import EndpointState
-from lbproxy.core.engines.kv_events import MAX_FRAME_BYTES, Problem
+from lbproxy.core.engines.kv_events import MAX_FRAME_BYTES, KvStats, Problem
 from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.driver.runtime import Runtime
 from lbproxy.extras import kv_feed
 from lbproxy.extras.kv_events import KvEvents
-from lbproxy.extras.kv_feed import KvStats
 from tests.support.aio import run, until
 from tests.support.pool import bring_up, make_balancer, spec
 from tests.support.ports import free_port

@@ -8,17 +8,14 @@ from collections import Counter
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.state import EndpointSnapshot, EndpointState, snapshot_of
-from lbproxy.core.engines.kv_events import Problem
-from lbproxy.extras.kv_feed import KvStats
+from lbproxy.core.engines.kv_events import KvStats, Problem
 
 
-class FakeKvEvents:
+def published() -> dict[str, KvStats]:
     """One endpoint that publishes."""
-
-    def __init__(self) -> None:
-        published = KvStats(lambda: 10.0, 7, 700, 30, 20, clears=1, restarts=2, lost=3, replayed=4, heard_at=8.5)
-        published.problems = Counter({Problem.GAP: 5})
-        self.stats = {"gpu-1:8000": published}
+    stats = KvStats(lambda: 10.0, 7, 700, 30, 20, clears=1, restarts=2, lost=3, replayed=4, heard_at=8.5)
+    stats.problems = Counter({Problem.GAP: 5})
+    return {"gpu-1:8000": stats}
 
 
 def snapshot(tokens: int | None, fill: float | None) -> EndpointSnapshot:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from lbproxy.core.replicas.peers import PeerSnapshot
-from lbproxy.extras.replication import ReplicaFacts, ReplicationStats
+from lbproxy.core.replicas.shown import ReplicaFacts, ReplicationStats
 
 
 class FakeReplicas:

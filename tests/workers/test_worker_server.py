@@ -700,21 +700,21 @@ def test_the_counts_of_a_worker_that_is_back_count_once_and_never_fall() -> None
 
     async def body() -> None:
         async with balancing(1) as it:
-            totals = WorkerTotals(it.server, 1)
+            totals = WorkerTotals(it.server)
             beat = m.WorkerFigures(
                 5, 1, 2, 0.0, (0.1,), 1, 2, 3, 4, None, {"memory": 2}, 0, {}, 0, 3, 0, 0, (), True, {}
             )
-            seen = [(totals.refused.get("memory", 0), totals.internal_errors)]
+            seen = [(totals.by_label("refused").get("memory", 0), totals.number("internal"))]
 
             async def lives(pid: int, *refused: int) -> None:
                 worker = await it.worker(0, pid)
-                seen.append((totals.refused["memory"], totals.internal_errors))
+                seen.append((totals.by_label("refused")["memory"], totals.number("internal")))
                 for n in refused:
                     await worker.says(msgspec.structs.replace(beat, refused={"memory": n}))
-                    seen.append((totals.refused["memory"], totals.internal_errors))
+                    seen.append((totals.by_label("refused")["memory"], totals.number("internal")))
                 worker.end.link.abort()
                 await until(lambda: not it.server.sessions)
-                seen.append((totals.refused["memory"], totals.internal_errors))
+                seen.append((totals.by_label("refused")["memory"], totals.number("internal")))
 
             first = await it.worker(0, 7)
             await first.says(beat)

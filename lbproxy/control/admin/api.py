@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import NoReturn, Protocol
 
 import orjson
@@ -21,7 +20,7 @@ from lbproxy.config.parse import without_secrets
 from lbproxy.config.text import ConfigError
 from lbproxy.config.tree import Settings
 from lbproxy.control.admin.feed import Feed
-from lbproxy.control.admin.openapi import ENTRY, EVENTS, document
+from lbproxy.control.admin.openapi import ENTRY, EVENTS, AdminRoute, document
 from lbproxy.control.admin.state import ShownState, drain_progress, sleep_fields
 from lbproxy.control.discovery.overlay import UnknownEntryError
 from lbproxy.control.telemetry.history import History
@@ -41,8 +40,6 @@ LEVELS = ("debug", "info", "warning", "error")
 DECISIONS_SHOWN = 20
 """In each frame of the feed."""
 BACK = "it is in the settings file, so a reload or a restart restores it"
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Steering(Protocol):
@@ -78,24 +75,6 @@ class Steering(Protocol):
     def set_awake(self, uid: EndpointUid, awake: bool) -> str | None:
         """Have an endpoint woken, or put to sleep. Returns why that cannot be."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class AdminRoute:
-    """One path with one method."""
-
-    method: str
-    path: str
-    handler: Handler
-    summary: str
-    shows: str
-    """What a success looks like: one of `control.admin.schemas`, or EVENTS."""
-    statuses: tuple[int, ...] = (200,)
-    """Those of its own; what every path may answer comes on top."""
-    query: Mapping[str, Fields] = field(default_factory=dict)
-    """Parameters with their schemas."""
-    body: Fields | None = None
-    """The schema of what it takes."""
 
 
 class ApiError(Exception):

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Protocol
+
+from aiohttp import web
 
 from lbproxy import __version__
 from lbproxy.config.parse import endpoint_schema
@@ -16,37 +18,31 @@ ALWAYS = (400, 401, 403, 500)
 """What every path may answer besides."""
 WITH_BODY = (408, 413)
 EVENTS = "text/event-stream"
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 ENTRY = ref("Entry")
 """An endpoint as the settings file says it."""
 
 
-class Described(Protocol):
-    """A route, as far as the document tells of it."""
+@dataclass(frozen=True, slots=True)
+class AdminRoute:
+    """One path with one method."""
 
-    @property
-    def method(self) -> str: ...  # noqa: D102
-
-    @property
-    def path(self) -> str: ...  # noqa: D102
-
-    @property
-    def summary(self) -> str: ...  # noqa: D102
-
-    @property
-    def shows(self) -> str: ...  # noqa: D102
-
-    @property
-    def statuses(self) -> tuple[int, ...]: ...  # noqa: D102
-
-    @property
-    def query(self) -> Mapping[str, Schema]: ...  # noqa: D102
-
-    @property
-    def body(self) -> Schema | None: ...  # noqa: D102
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    shows: str
+    """What a success looks like: one of `COMPONENTS`, or EVENTS."""
+    statuses: tuple[int, ...] = (200,)
+    """Those of its own; what every path may answer comes on top."""
+    query: Mapping[str, Schema] = field(default_factory=dict)
+    """Parameters with their schemas."""
+    body: Schema | None = None
+    """The schema of what it takes."""
 
 
-def document(routes: Iterable[Described]) -> dict[str, object]:
+def document(routes: Iterable[AdminRoute]) -> dict[str, object]:
     """The document. Takes tens of milliseconds: it reads sources for what they say of settings."""
     paths: dict[str, dict[str, object]] = {}
     for route in routes:
@@ -75,7 +71,7 @@ def _entry() -> dict[str, Schema]:
     return {"Entry": entry, **parts}
 
 
-def _operation(route: Described) -> dict[str, object]:
+def _operation(route: AdminRoute) -> dict[str, object]:
     names = re.findall(r"{(\w+)}", route.path)
     parameters: list[dict[str, object]] = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}} for name in names

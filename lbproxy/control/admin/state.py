@@ -17,12 +17,13 @@ from lbproxy import __version__
 from lbproxy.config.tree import Settings
 from lbproxy.control.admin.made_token import MadeToken
 from lbproxy.control.families.common import Loads, StateStats, WorkerFacts, Workers
-from lbproxy.control.families.replicas import Other, Replicas
+from lbproxy.control.families.replicas import Replicas
 from lbproxy.control.telemetry.access_line import stamp
 from lbproxy.control.telemetry.recent import Fields, Recent
 from lbproxy.core.endpoints.state import EndpointSnapshot
 from lbproxy.core.observed.learned import EndpointLearned, QueueSnapshot
 from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.replicas.shown import ReplicaFacts
 from lbproxy.core.sleeping.sleepers import SleepSnapshot
 from lbproxy.driver.runtime import Runtime
 
@@ -71,8 +72,8 @@ class ShownState:
         loads: Loads,
     ) -> None:
         """`origin`: where an endpoint comes from, by its name."""
-        self.workers: Workers | None = None
-        """Set by the owner if there are worker processes."""
+        self.workers: Callable[[], Workers | None] = lambda: None
+        """The worker processes. Set by the owner."""
         self.replicas: Replicas | None = None
         """Set by the owner if requests are exchanged with other replicas."""
         self.made = MadeToken()
@@ -88,7 +89,7 @@ class ShownState:
     def everything(self) -> Fields:
         """GET /admin/state."""
         learned = self._runtime.learned()
-        loads = self._loads
+        loads, workers = self._loads, self.workers()
         return {
             "version": __version__,
             "at": stamp(time.time()),
@@ -100,7 +101,7 @@ class ShownState:
             "stopping": self._front.draining,
             "running": self._front.running,
             "client_connections": self._front.open_connections,
-            "workers": [] if self.workers is None else [_worker(one) for one in self.workers.facts()],
+            "workers": [] if workers is None else [_worker(one) for one in workers.connected],
             "replicas": None if self.replicas is None else _replicas(self.replicas),
             "settings": {"accepted": loads.succeeded, "at": stamp(loads.succeeded_at)},
             "state_file": _state_file(loads.state),
@@ -114,7 +115,8 @@ class ShownState:
     @property
     def knows_all(self) -> bool:
         """Whether all requests are counted: a worker process that is not connected may place some by itself."""
-        return self.workers is None or not self.workers.unheard
+        workers = self.workers()
+        return workers is None or not workers.unheard
 
     def endpoints(self) -> list[Fields]:
         """In the order of the settings, then those that are leaving."""
@@ -245,7 +247,7 @@ def _replicas(replicas: Replicas) -> Fields:
     }
 
 
-def _other(one: Other) -> Fields:
+def _other(one: ReplicaFacts) -> Fields:
     peer = one.peer
     return {
         "id": one.replica,

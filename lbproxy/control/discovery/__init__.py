@@ -4,5 +4,5 @@
 `discovery` makes complete sets of them, with `specs`; `known_names` keeps what is believed of each DNS name, `resolver`
 and `nameservers` ask; `overlay` has what the admin API added; `watch` runs the loops of endpoints that come and go.
 
-Imported by: `admin`, `commands`, `processes`, `telemetry`. Never: requests, or an endpoint's health.
+Imported by: `admin`, `commands`, `families`, `processes`, `telemetry`. Never: requests, or an endpoint's health.
 """

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from lbproxy.config.sections.endpoints import EndpointSettings
+from lbproxy.control.discovery.discovery import EndpointFile
+from lbproxy.control.discovery.known_names import KnownName, KnownService
 from lbproxy.control.families.histogram import Histogram
 from lbproxy.core.queue.flow import FlowSnapshot
 from lbproxy.core.queue.flows import OTHERS
@@ -114,57 +115,26 @@ class RequestTotals:
     """Those that were answered 429."""
 
 
-class OwnOverload(Protocol):
-    """What is refused because we ourselves are the bottleneck: proxy.front.overload.Overload."""
+@dataclass(frozen=True)
+class OwnLoad:
+    """What is refused because lbproxy is the bottleneck itself, and how near it is to that."""
 
-    @property
-    def refuses(self) -> str | None:
-        """Why new requests are refused now."""
-        ...
-
-    @property
-    def refused(self) -> dict[str, int]:
-        """How many requests were refused, by reason."""
-        ...
-
-    @property
-    def ended(self) -> int:
-        """How many requests were ended for their memory."""
-        ...
-
-    @property
-    def held_bytes(self) -> int:
-        """Of bodies in memory."""
-        ...
-
-    @property
-    def max_held_bytes(self) -> int:
-        """The limit of that."""
-        ...
-
-    @property
-    def rss_bytes(self) -> int | None:
-        """Memory in use."""
-        ...
-
-    @property
-    def limit_bytes(self) -> int | None:
-        """Memory that may be used."""
-        ...
-
-
-class Door(Protocol):
-    """The clients' listener."""
-
-    @property
-    def refused(self) -> dict[str, int]:
-        """Connections, by reason."""
-        ...
-
-    @property
-    def failed_handshakes(self) -> int:
-        """Connections that no TLS came of."""
-        ...
+    refuses: str | None
+    """Why new requests are refused now."""
+    refused: Mapping[str, int]
+    """Requests, by reason."""
+    refused_connections: Mapping[str, int]
+    failed_handshakes: int
+    """Connections that no TLS came of."""
+    ended: int
+    """Requests that were ended for their memory."""
+    held_bytes: int
+    """Bytes of bodies in memory."""
+    max_held_bytes: int
+    limit_bytes: int | None
+    """Memory that may be used."""
+    traces: Mapping[str, int] | None
+    """How many requests' traces became what; None while none are traced."""
 
 
 @dataclass(frozen=True)
@@ -187,32 +157,19 @@ class WorkerFacts:
     memory_bytes: int | None
 
 
-class Workers(Protocol):
-    """The worker processes, if there are any."""
+@dataclass(frozen=True)
+class Workers:
+    """The worker processes. Counts are of all that ever were."""
 
-    def facts(self) -> list[WorkerFacts]:
-        """Of those that are connected, by index."""
-        ...
-
-    @property
-    def unheard(self) -> int:
-        """Those that are not connected, or have not said yet what they run."""
-        ...
-
-    @property
-    def internal_errors(self) -> int:
-        """Of all that ever were, like the next two."""
-        ...
-
-    @property
-    def dropped_lines(self) -> int:
-        """Of the log."""
-        ...
-
-    @property
-    def placed_alone(self) -> int:
-        """Requests that they placed while there was no balancer process."""
-        ...
+    connected: Sequence[WorkerFacts]
+    """By index."""
+    unheard: int
+    """Those that are not connected, or have not said yet what they run."""
+    internal_errors: int
+    dropped_lines: int
+    """Lines of the log."""
+    placed_alone: int
+    """Requests that they placed while there was no balancer process."""
 
 
 class Loads:
@@ -255,7 +212,7 @@ def state_families(state: StateStats) -> Iterator[Metric]:
 
 def worker_families(workers: Workers) -> Iterator[Metric]:
     """What each worker process does."""
-    facts = workers.facts()
+    facts = workers.connected
     for name, text, values in (
         ("connections", "Open connections from clients, by worker process", [one.connections for one in facts]),
         ("running_requests", "Requests that run, by worker process", [one.running for one in facts]),
@@ -270,16 +227,19 @@ def worker_families(workers: Workers) -> Iterator[Metric]:
     yield counter("requests_placed_alone", text, workers.placed_alone)
 
 
-def load_families(load: OwnOverload, door: Door) -> Iterator[Metric]:
-    """What is refused, and how near it is."""
+def load_families(load: OwnLoad) -> Iterator[Metric]:
+    """What is refused, how near it is, and what becomes of traces."""
+    if load.traces is not None:
+        text = "Traced requests, by the result of their export; failed, and dropped (the queue was full), are lost"
+        yield counters("traces", text, ("result",), [((word,), count) for word, count in load.traces.items()])
     reasons = [((reason,), float(reason == load.refuses)) for reason in load.refused]
     text = "1 while lbproxy refuses new requests because it lacks this resource itself"
     yield gauges("overloaded", text, ("reason",), reasons)
-    refused = [((reason,), float(count)) for reason, count in (load.refused | door.refused).items()]
+    refused = [((reason,), float(count)) for reason, count in {**load.refused, **load.refused_connections}.items()]
     text = "Requests (or connections) refused by lbproxy for lack of a resource"
     yield counters("overload_refusals", text, ("reason",), refused)
     text = "Client connections closed without a complete TLS handshake within 10 s"
-    yield counter("tls_handshake_failures", text, door.failed_handshakes)
+    yield counter("tls_handshake_failures", text, load.failed_handshakes)
     yield counter("overload_ended_requests", "Running requests ended because memory was nearly full", load.ended)
     yield gauge("buffered_body_bytes", "Bytes of request bodies in memory", load.held_bytes)
     yield gauge("buffered_body_limit_bytes", "Limit of the bytes of request bodies in memory", load.max_held_bytes)
@@ -309,32 +269,7 @@ def flow_families(flows: Sequence[FlowSnapshot]) -> Iterator[Metric]:
     yield counters("flow_refused", text, ("flow",), columns[3])
 
 
-class FoundByName(Protocol):
-    """What is known of a DNS name."""
-
-    entry: EndpointSettings
-    results: dict[str, int]
-
-    @property
-    def authorities(self) -> list[str]:
-        """The addresses that are believed."""
-        ...
-
-
-class Listed(Protocol):
-    """What is known of a file of endpoints."""
-
-    entry: EndpointSettings
-    results: dict[str, int]
-    problem: str | None
-
-    @property
-    def known(self) -> Sized:
-        """The endpoints that are believed."""
-        ...
-
-
-def source_families(names: Sequence[FoundByName], files: Sequence[Listed]) -> Iterator[Metric]:
+def source_families(names: Sequence[KnownName | KnownService], files: Sequence[EndpointFile]) -> Iterator[Metric]:
     """How finding endpoints gets on. The settings and a file may have names that are called alike: these are added."""
     resolutions: Counter[tuple[str, str]] = Counter()
     addresses: Counter[tuple[str]] = Counter()
@@ -354,28 +289,3 @@ def source_families(names: Sequence[FoundByName], files: Sequence[Listed]) -> It
         yield gauges("file_valid", text, ("name",), good)
         sizes = [((one.entry.name,), float(len(one.known))) for one in files]
         yield gauges("file_endpoints", "Endpoints in use of an endpoint file", ("name",), sizes)
-
-
-class Traced(Protocol):
-    """What sends traces: extras.traces.Traces."""
-
-    @property
-    def results(self) -> dict[str, int]:
-        """How many requests' traces became what."""
-        ...
-
-
-class TracingCounts(Protocol):
-    """Who has it: extras.tracing."""
-
-    @property
-    def traces(self) -> Traced | None:
-        """None while requests are not traced."""
-        ...
-
-
-def trace_family(traces: Traced) -> Metric:
-    """What becomes of traces."""
-    rows = [((word,), count) for word, count in traces.results.items()]
-    text = "Traced requests, by the result of their export; failed, and dropped (the queue was full), are lost"
-    return counters("traces", text, ("result",), rows)

@@ -4,47 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Protocol
 
 from prometheus_client.core import Metric
 
 from lbproxy.control.families.common import counters, gauges
-from lbproxy.core.engines.kv_events import Problem
-
-
-class KvEventCounts(Protocol):
-    """What one endpoint published: extras.kv_feed.KvStats."""
-
-    messages: int
-    bytes: int
-    stored: int
-    """Blocks."""
-    removed: int
-    clears: int
-    restarts: int
-    lost: int
-    """Messages."""
-    replayed: int
-
-    @property
-    def problems(self) -> Mapping[Problem, int]:
-        """How often each occurred."""
-        ...
-
-    @property
-    def age_s(self) -> float | None:
-        """Seconds since the last message; None = there was none."""
-        ...
-
-
-class KvEventReader(Protocol):
-    """The reader of KV events: extras.kv_events.KvEvents."""
-
-    @property
-    def stats(self) -> Mapping[str, KvEventCounts]:
-        """By the names of the endpoints that are read now."""
-        ...
-
+from lbproxy.core.engines.kv_events import KvStats, Problem
 
 _COUNTERS = (
     ("messages", "Messages that the endpoint published over ZMQ"),
@@ -56,9 +20,8 @@ _COUNTERS = (
 )
 
 
-def kv_families(events: KvEventReader) -> Iterator[Metric]:
-    """How the events of each endpoint arrive; nothing while none are read."""
-    stats = dict(events.stats)
+def kv_families(stats: Mapping[str, KvStats]) -> Iterator[Metric]:
+    """How the events of each endpoint arrive, by its name; nothing while none are read."""
     if not stats:
         return
     for name, text in _COUNTERS:

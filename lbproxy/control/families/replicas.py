@@ -16,69 +16,7 @@ from prometheus_client.core import Metric
 
 from lbproxy.control.families.common import counter, counters, gauge, gauges
 from lbproxy.core.replicas.peers import PeerSnapshot
-
-
-class ReplicationCounts(Protocol):
-    """What was exchanged since the start: extras.replication.ReplicationStats."""
-
-    @property
-    def batches_sent(self) -> int:
-        """Batches of events."""
-        ...
-
-    @property
-    def bytes_sent(self) -> int:
-        """Their sizes, added up."""
-        ...
-
-    @property
-    def batches_received(self) -> int:
-        """From all other replicas."""
-        ...
-
-    @property
-    def bytes_received(self) -> int:
-        """Their sizes, added up."""
-        ...
-
-    @property
-    def malformed(self) -> int:
-        """Received batches that could not be read."""
-        ...
-
-    @property
-    def failures(self) -> int:
-        """How often the store could not be used."""
-        ...
-
-    @property
-    def append_s(self) -> float | None:
-        """Duration of the last write of a batch; None = there was none."""
-        ...
-
-
-class Other(Protocol):
-    """One other replica that is alive: extras.replication.ReplicaFacts."""
-
-    @property
-    def replica(self) -> str:
-        """Its id."""
-        ...
-
-    @property
-    def name(self) -> str:
-        """Empty if it is not known."""
-        ...
-
-    @property
-    def version(self) -> str:
-        """Of its lbproxy; empty if it is not known."""
-        ...
-
-    @property
-    def peer(self) -> PeerSnapshot | None:
-        """What is known of its requests; None = no batch of it was received yet."""
-        ...
+from lbproxy.core.replicas.shown import ReplicaFacts, ReplicationStats
 
 
 class Replicas(Protocol):
@@ -97,7 +35,7 @@ class Replicas(Protocol):
         ...
 
     @property
-    def stats(self) -> ReplicationCounts:
+    def stats(self) -> ReplicationStats:
         """What was exchanged."""
         ...
 
@@ -106,7 +44,7 @@ class Replicas(Protocol):
         """Seconds since the store last listed the replicas that are alive; None = it never did."""
         ...
 
-    def facts(self) -> Sequence[Other]:
+    def facts(self) -> Sequence[ReplicaFacts]:
         """The other replicas."""
         ...
 
@@ -133,7 +71,7 @@ def replica_families(replicas: Replicas) -> Iterator[Metric]:
     yield from _by_replica(others)
 
 
-def _by_replica(others: Sequence[Other]) -> Iterator[Metric]:
+def _by_replica(others: Sequence[ReplicaFacts]) -> Iterator[Metric]:
     rows: defaultdict[str, list[PeerSnapshot | None]] = defaultdict(list)
     for one in others:
         rows[one.name or one.replica].append(one.peer)

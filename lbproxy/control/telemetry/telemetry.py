@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
@@ -27,11 +27,9 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from lbproxy import __version__
 from lbproxy.control.discovery.discovery import Discovery
 from lbproxy.control.families.common import (
-    Door,
     Loads,
-    OwnOverload,
+    OwnLoad,
     RequestTotals,
-    TracingCounts,
     Workers,
     add_to,
     counter,
@@ -45,12 +43,11 @@ from lbproxy.control.families.common import (
     render,
     source_families,
     state_families,
-    trace_family,
     worker_families,
 )
 from lbproxy.control.families.endpoints import one_per_name, render_endpoints
 from lbproxy.control.families.histogram import Histogram
-from lbproxy.control.families.kv_events import KvEventReader, kv_families
+from lbproxy.control.families.kv_events import kv_families
 from lbproxy.control.families.replicas import Replicas, replica_families
 from lbproxy.control.families.requests import RequestCounts
 from lbproxy.control.families.scaling import scaling_families
@@ -59,6 +56,7 @@ from lbproxy.control.probing.scraper import Scraper
 from lbproxy.control.telemetry.process_log import ProcessLog
 from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.endpoints.health import Health, Transition
+from lbproxy.core.engines.kv_events import KvStats
 from lbproxy.core.observed.learned import EndpointLearned
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.observed.snapshot import PoolSnapshot
@@ -117,10 +115,10 @@ class _Watched:
     """Sources of families that are shown only where their feature is in use."""
 
     sources: Discovery | None = None
-    tracing: TracingCounts | None = None
-    workers: Workers | None = None
+    load: Callable[[], OwnLoad] | None = None
+    workers: Callable[[], Workers | None] | None = None
     replicas: Replicas | None = None
-    kv_events: KvEventReader | None = None
+    kv_events: Mapping[str, KvStats] | None = None
     sleeping: Sleeping | None = None
 
 
@@ -139,7 +137,6 @@ class Telemetry:
         self._transitions: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._ejections: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._lag = Histogram(LAG_BUCKETS)
-        self._own_load: tuple[OwnOverload, Door] | None = None
         self.loads = Loads()
         """Of the settings. Kept by who loads them."""
         self._process = ProcessCollector(registry=None)
@@ -152,24 +149,22 @@ class Telemetry:
         """Show how this scraper gets on, until its endpoint leaves the pool."""
         self._scrapers[scraper.endpoint.uid] = scraper
 
-    def watch_load(self, load: OwnOverload, door: Door, pulse: Ticker, workers: Workers | None = None) -> None:
+    def watch_load(
+        self, load: Callable[[], OwnLoad], pulse: Ticker, workers: Callable[[], Workers | None] | None = None
+    ) -> None:
         """Show what is refused and why, and how late the event loop is."""
-        self._own_load, self._watched.workers = (load, door), workers
+        self._watched.load, self._watched.workers = load, workers
         pulse.listen(self._lag.observe)
 
     def watch_sources(self, sources: Discovery) -> None:
         """Show how finding endpoints gets on."""
         self._watched.sources = sources
 
-    def watch_traces(self, tracing: TracingCounts) -> None:
-        """Show what becomes of traces, while there are any."""
-        self._watched.tracing = tracing
-
     def watch_replicas(self, replicas: Replicas | None) -> None:
         """Show the exchange with other replicas, if there is one."""
         self._watched.replicas = replicas
 
-    def watch_kv_events(self, events: KvEventReader) -> None:
+    def watch_kv_events(self, events: Mapping[str, KvStats]) -> None:
         """Show how the KV events of endpoints arrive, while any are read."""
         self._watched.kv_events = events
 
@@ -246,17 +241,16 @@ class Telemetry:
         yield from self._scrape_families()
         if self._watched.sources is not None:
             yield from source_families(self._watched.sources.names, self._watched.sources.files)
-        yield from self._process_families(snapshot)
-        if self._watched.tracing is not None and self._watched.tracing.traces is not None:
-            yield trace_family(self._watched.tracing.traces)
-        if self._own_load is not None:
-            yield from load_families(*self._own_load)
-        if self._watched.workers is not None:
-            yield from worker_families(self._watched.workers)
+        workers = None if self._watched.workers is None else self._watched.workers()
+        yield from self._process_families(snapshot, workers)
+        if self._watched.load is not None:
+            yield from load_families(self._watched.load())
+        if workers is not None:
+            yield from worker_families(workers)
         if self._watched.replicas is not None:
             yield from replica_families(self._watched.replicas)
         if self._watched.kv_events is not None:
-            yield from kv_families(self._watched.kv_events)
+            yield from kv_families(dict(self._watched.kv_events))
         if self._watched.sleeping is not None:
             yield from sleep_families(self._watched.sleeping, snapshot)
         yield from self._process.collect()
@@ -283,7 +277,7 @@ class Telemetry:
         times = [((name,), one.last_duration_s) for name, one in scrapes.items()]
         yield gauges("scrape_duration_seconds", "How long the last scrape took", ("endpoint",), times)
 
-    def _process_families(self, snapshot: PoolSnapshot) -> Iterator[Metric]:
+    def _process_families(self, snapshot: PoolSnapshot, workers: Workers | None) -> Iterator[Metric]:
         yield gauge("waiting_requests", "Requests in the queue because no endpoint has room", snapshot.waiting)
         yield gauge("waiting_bytes", "Bytes of the bodies of requests in the queue", snapshot.waiting_bytes)
         yield from flow_families(snapshot.flows)
@@ -292,7 +286,6 @@ class Telemetry:
             text = "Open connections to endpoints, including idle ones"
             yield gauge("upstream_connections", text, self._open.upstreams.open_connections)
         text = "Internal errors, logged with a traceback: please report them"
-        workers = self._watched.workers
         more, dropped = (0, 0) if workers is None else (workers.internal_errors, workers.dropped_lines)
         yield counter("internal_errors", text, self.log.internal_errors + more)
         text = "Log lines dropped because standard output was too slow or closed"

@@ -13,8 +13,11 @@ object for each. Unknown types of events are no error: they are None.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
+from math import inf
 from typing import Annotated, Final, NamedTuple, TypeAlias
 
 from msgspec import DecodeError, Meta, Raw, Struct
@@ -52,6 +55,32 @@ class Problem(Enum):
     """The replay failed, or did not respond in time."""
     DISCONNECTED = "disconnected"
     """The connection was closed: by the other end, or because a frame was larger than `MAX_FRAME_BYTES`."""
+
+
+@dataclass(slots=True)
+class KvStats:
+    """What one endpoint published."""
+
+    now: Callable[[], float]
+    messages: int = 0
+    bytes: int = 0
+    stored: int = 0
+    """Blocks."""
+    removed: int = 0
+    clears: int = 0
+    restarts: int = 0
+    """Times that the publisher started again."""
+    lost: int = 0
+    """Messages that were never received."""
+    replayed: int = 0
+    problems: Counter[Problem] = field(default_factory=Counter)
+    heard_at: float = -inf
+    """When the last message arrived."""
+
+    @property
+    def age_s(self) -> float | None:
+        """Seconds since then; None = there was no message."""
+        return None if self.heard_at == -inf else self.now() - self.heard_at
 
 
 class KvEventError(Exception):

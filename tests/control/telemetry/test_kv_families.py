@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from lbproxy.control.families.endpoints import render_endpoints
 from lbproxy.control.families.kv_events import kv_families
-from lbproxy.core.engines.kv_events import Problem
-from lbproxy.extras.kv_feed import KvStats
-from tests.support.kv_events import FakeKvEvents, snapshot
+from lbproxy.core.engines.kv_events import KvStats, Problem
+from tests.support.kv_events import published, snapshot
 
 NAME = "gpu-1:8000"
 
 
-def samples(events: FakeKvEvents) -> dict[str, dict[tuple[str, ...], float]]:
+def samples(events: Mapping[str, KvStats]) -> dict[str, dict[tuple[str, ...], float]]:
     """Sample name -> label values -> value."""
     found: dict[str, dict[tuple[str, ...], float]] = {}
     for family in kv_families(events):
@@ -22,7 +23,7 @@ def samples(events: FakeKvEvents) -> dict[str, dict[tuple[str, ...], float]]:
 
 
 def test_what_was_published() -> None:
-    seen = samples(FakeKvEvents())
+    seen = samples(published())
     problems = seen.pop("lbproxy_kv_events_problems_total")
     assert seen == {
         "lbproxy_kv_events_messages_total": {(NAME,): 7},
@@ -38,11 +39,8 @@ def test_what_was_published() -> None:
 
 
 def test_there_is_nothing_while_no_events_are_read_and_no_age_before_the_first() -> None:
-    events = FakeKvEvents()
-    events.stats = {}
-    assert samples(events) == {}
-    events.stats = {NAME: KvStats(lambda: 10.0)}
-    assert "lbproxy_kv_events_age_seconds" not in samples(events)
+    assert samples({}) == {}
+    assert "lbproxy_kv_events_age_seconds" not in samples({NAME: KvStats(lambda: 10.0)})
 
 
 def test_the_fill_of_a_cache_is_shown_if_it_is_known() -> None:
