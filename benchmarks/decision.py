@@ -61,15 +61,14 @@ ABOUT_UPDATES = """\
 All blocks are new, and the index is full. Making up random keys stands for the hashing.
 """
 ABOUT_SCRAPES = """\
-From the page's bytes to the endpoint's state, for every endpoint once; in lbproxy each has its own time.
+From the page's bytes to the endpoint's state, for every endpoint once.
 """
 ABOUT_CHANGES = f"""\
-Every endpoint lists {ADAPTERS} adapters. One is drained; the candidates for a model are asked for; then it is in use
-again, with one adapter more.
+Every endpoint lists {ADAPTERS} adapters. One is drained, looked for, and used again with one more.
 """
 ABOUT_PLANS = """\
-A plan follows arrivals, first bytes and ends, at most once per turn of the event loop. It ends at once if no endpoint
-has room; else it orders the queue and prices the first of it. Nothing known: all were looked up half a second ago.
+A plan orders the queue and prices the first of it, if any endpoint has room. Nothing known: all were looked up half a
+second ago.
 """
 UNBOUNDED = AdmissionSettings(queue_requests=1_000_000, queue_bytes=1024 * 1024**3)
 
@@ -357,7 +356,7 @@ def memory() -> str:
     verdict = f"is {'never' if kept else '**sometimes**'} exceeded"
     return (
         f"{each:.0f} bytes an endpoint. What is remembered of prompts is bounded by a setting ({default} MiB), which "
-        f"{verdict}; a block takes more or less as hash tables grow:\n\n{table(rows)}"
+        f"{verdict}:\n\n{table(rows)}"
     )
 
 

@@ -277,9 +277,9 @@ def tables(results: Results, workload: str) -> str:
         )
     names = ["prefill:decode", "load", "all whole", *(f"`{rule}`" for rule in RULES)]
     return (
-        f"## {workload}\n\nGoodput, and how many a second:\n\n"
+        f"## {workload}\n\nGoodput (a second):\n\n"
         + as_table([*names, "priced / best", "split"], goodput, left=2)
-        + "\nTTFT p50 / p99 in s / TPOT p99 in ms / refused requests in %:\n\n"
+        + "\nTTFT p50 / p99 in s / TPOT p99 in ms / refused in %:\n\n"
         + as_table(names, times, left=2)
     )
 

@@ -187,8 +187,8 @@ def section(rows: Sequence[Sequence[str]], *, command: str, python: str, busy: S
     heads = ["", "off, us", "on, us", "on / off", "95% interval", "rounds", "rate when on, 1/s"]
     return (
         f"## Observability\n\n`{command}`, {datetime.now(UTC):%Y-%m-%d}. {machine()}; load average before the run "
-        f"{average}.\nlbproxy {__version__}, {python}, {SERVERS} endpoints. CPU for a request, and for an event of a "
-        "stream: medians of\nrounds ([what is on and off](../docs/benchmarks.md#observability)).\n\n"
+        f"{average}.\nlbproxy {__version__}, {python}, {SERVERS} endpoints. Medians of rounds\n"
+        "([what is on and off](../docs/benchmarks.md#observability)).\n\n"
         f"{table(heads, rows)}\n"
     )
 

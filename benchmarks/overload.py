@@ -354,15 +354,14 @@ def cell_table(tasks: Sequence[Task], kept: Kept) -> str:
 
 ABOUT = """# Overload
 
-`python -m benchmarks.overload`, digit by digit. Four [simulated](../docs/simulator.md#fleets-lbproxy-sim) servers
-(Qwen3-32B on two H100 each) with slots for 64 requests (*slots*), a KV cache of 60,000 tokens (*space*), or prompts of
-6,000 tokens that share nothing and responses of 20 (*prefill*); otherwise 350 and 700 (medians, lognormal with sigma
-0.5). Poisson arrivals at 1.2 to 10 times the capacity for 240 s, after 60 s to fill and learn; the queue is the
-default.
+`python -m benchmarks.overload`. Four [simulated](../docs/simulator.md#fleets-lbproxy-sim) servers (Qwen3-32B on two
+H100 each) with slots for 64 requests (*slots*), a KV cache of 60,000 tokens (*space*), or prompts of 6,000 tokens that
+share nothing and responses of 20 (*prefill*); otherwise 350 and 700 (medians, lognormal with sigma 0.5). Poisson
+arrivals at 1.2 to 10 times the capacity for 240 s, of which 60 s do not count; the queue is the default.
 
-Beside the capacity: *throughput*, and responses whose first token came within 5 or 2 s, which can exceed 1, as who is
-served may be chosen. *engines*, *lbproxy*: requests in their queues, p95; *starts*: what a server begins in half a
-second. A cell passes with 0.9 of the capacity within 5 s, and at most 4 requests, or *starts*, in an engine's queue.
+Beside the capacity: *throughput*, and responses whose first token came within 5 or 2 s (can exceed 1: who is served may
+be chosen). *engines*, *lbproxy*: requests in their queues, p95; *starts*: what a server begins in half a second. A cell
+passes with 0.9 of the capacity within 5 s, and at most 4 requests, or *starts*, in an engine's queue.
 """
 
 

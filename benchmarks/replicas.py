@@ -15,7 +15,7 @@ import argparse
 import random
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -161,6 +161,8 @@ class Found:
     busy: Sequence[Busy] = ()
     compiled: bool = False
     """When `busy` was measured."""
+    version: str = __version__
+    """Of the lbproxy that was simulated."""
 
 
 def mean(results: Results, case: Case, figure: str, seeds: int) -> float:
@@ -249,11 +251,10 @@ def page(results: Results, found: Found, seeds: int, trace: str | None) -> str:
     kept = "the trace" if trace else "rows with the statistics of its trace"
     head = (
         f"# Several lbproxies before one fleet\n\n`python -m benchmarks.replicas --seeds {seeds}"
-        f"{' --trace FILE' if trace else ''}`, lbproxy {__version__}, virtual time. Eight servers (Qwen3-32B on two\n"
-        "H100 each), policy `adaptive`; each request comes to one of the replicas at random. *Unshared*: they\n"
-        "know of the others' requests by what servers report every 0.2 s; otherwise by batches at the row's interval,\n"
-        "which take 1 to 3 ms. Goodput: TTFT within 1 s and TPOT within 50 ms; hits: prompt tokens from a prefix\n"
-        "cache. Means over seeds, so few that close rows are not told apart.\n"
+        f"{' --trace FILE' if trace else ''}`, lbproxy {found.version}, virtual time. Eight servers (Qwen3-32B on two\n"
+        "H100 each), policy `adaptive`; each request comes to one of the replicas at random. *Unshared*: they know of\n"
+        "others' requests by what servers report, else by batches at the row's interval. Goodput: TTFT within 1 s and\n"
+        "TPOT within 50 ms. Close rows are not told apart by so few seeds.\n"
     )
     parts = [head]
     for workload, (name, parameters) in WORKLOADS.items():
@@ -288,12 +289,12 @@ def load(path: Path, *, trace: bool) -> tuple[dict[str, dict[str, float]], Found
     if data["about"]["trace"] != trace:
         runs = {key: figures for key, figures in runs.items() if "Mooncake" not in key}
     busy = [Busy(**one) for one in data["busy"]]
-    return runs, Found([Cost(**one) for one in data["cost"]], busy, data["about"]["compiled"])
+    return runs, Found([Cost(**one) for one in data["cost"]], busy, data["about"]["compiled"], data["about"]["lbproxy"])
 
 
 def save(path: Path, results: Results, found: Found, *, trace: bool) -> None:
     """Keep what was found."""
-    about = {"lbproxy": __version__, "trace": trace, "compiled": found.compiled}
+    about = {"lbproxy": found.version, "trace": trace, "compiled": found.compiled}
     data = {
         "about": about,
         "runs": results,
@@ -313,6 +314,7 @@ def main() -> int:
     results, found = ({}, Found()) if args.anew else load(RESULTS, trace=bool(args.trace))
     tasks = [(case, seed) for seed in range(1, args.seeds + 1) for case in cases()]
     missing = [] if args.page else [(case, seed) for case, seed in tasks if case.key(seed) not in results]
+    found = replace(found, version=__version__) if missing else found
     random.Random(1).shuffle(missing)  # so that the time that is left can be read from the progress
     for number, (case, seed) in enumerate(missing):
         results[case.key(seed)] = simulate(case, seed, args.trace)

@@ -222,9 +222,9 @@ def _about(about: Mapping[str, Any]) -> str:
         f"(../docs/benchmarks.md#routing-over-http); Mooncake: {trace}. Ratios are means over\nseeds, with 95 % "
         "intervals; *in virtual time*: of a simulation of the same arrivals.\n\n"
         f"{about['at_a_time']} runs of a seed go on side by side on two cores. *CPU* is of one run, in percent of "
-        "a core; *late* how late tokens left the\nservers, the start of all runs included, and the client's clock "
-        f"ticked (99th percentiles). Runs whose client was over {1000 * MAX_LATE_S:.0f} ms late were\nrepeated: "
-        f"{about['late']}. Rows of fewer seeds ran later, beside fewer others, so that their ratios favour them.\n"
+        "a core; *late* how late tokens left the\nservers, and the client's clock ticked (99th percentiles). Runs "
+        f"whose client was over {1000 * MAX_LATE_S:.0f} ms late were repeated: {about['late']}.\nRows of fewer seeds ran beside fewer "
+        "others, which favours them.\n"
     )
 
 

@@ -103,7 +103,7 @@ CELLS: dict[str, Cell] = {
     ),
     **{
         f"agents-{api}": Cell(
-            "coding agents: 40 sessions that share tools and system prompt, through " + how,
+            "40 sessions that share tools and system prompt, through " + how,
             "coding-agents",
             4,
             {"sessions": 40, "duration_s": 240, "warm_up_s": 90},

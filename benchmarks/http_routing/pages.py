@@ -81,7 +81,7 @@ def page(
         note = (
             f"\nTheir core was full, so that their figures are not their rule's: {', '.join(full)}.\n" if full else ""
         )
-        parts += [routers_table(cell), note + "\nThe same arrivals in virtual time and over HTTP:\n", agreement(cell)]
+        parts += [routers_table(cell), note + "\nIn virtual time and over HTTP:\n", agreement(cell)]
     if outside:
         parts.append("\n## Not in the tables\n\n" + "\n".join(f"- {line}" for line in outside))
     return "\n".join(parts) + "\n"

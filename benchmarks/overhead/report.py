@@ -62,11 +62,10 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 PREFACE = """\
-[Method and limits](../docs/benchmarks.md), [raw figures](results/overhead.json). CPU is user and system time of all of
-the proxy's processes; x nginx and x sglang-router are its CPU divided by theirs. Busy is the share of core 0 that the
-proxy used, and of core 1 that load and model server used; where core 1 was full, rates and delays are the load's and
-not the proxy's (CPU per unit stands). Median of the rounds."""
-ABOUT_GOALS = "By the sections below and, where they name no other proxy, by benchmarks of lbproxy alone."
+[Method and limits](../docs/benchmarks.md), [raw figures](results/overhead.json). CPU is of all of the proxy's
+processes; x nginx and x sglang-router are its CPU divided by theirs. The proxy has core 0, load and model server core
+1; where that was full, rates and delays are the load's (CPU per unit stands). Median of the rounds."""
+ABOUT_GOALS = "By the sections below and by benchmarks of lbproxy alone."
 
 
 def table_of_goals(results: Results) -> str:

@@ -18,21 +18,18 @@ from lbproxy.sim.figures.report import RESAMPLES, Estimate, percentile
 METHOD = """\
 `{command}`, {date}, {machine}, vLLM {vllm} on {where}: {runs} runs in {minutes:.0f} minutes.
 
-{servers} vLLM servers with a random model of {shape}. Each has {slots} slots (`--max-num-seqs`), a prefix cache of
-{tokens:,} tokens (blocks of {block}), and computes {step} tokens of prompts in a step. For each run caches are emptied
-and the router is started anew; routers take turns in a random order within a round, whose recorded sessions, in a
-closed loop, are the same. Hits are of the engines' counters. A figure is the median of the rounds, with a 95 %
-bootstrap interval. Of two servers a random choice finds the right one every second time.
+{servers} vLLM servers with a random model of {shape}: {slots} slots, a prefix cache of {tokens:,} tokens (blocks of
+{block}), {step} tokens of prompts in a step. Within a round routers take turns, each started anew on empty caches, with
+the same recorded sessions in a closed loop. Hits are the engines'. Figures are medians of the rounds, with 95 %
+bootstrap intervals. Of two servers a random choice finds the right one every second time.
 
 """
 TWO_CORES = """\
-**Two cores run everything**: a server and the router, the other server and the client. The servers used {least:.0%} to
-{most:.0%} of them; what a router uses, and the reading of metrics, is taken from them. Runs in which more than
-{waiting:g} of the servers' threads waited for a core on average were done again.
+**Two cores run everything**: the servers used {least:.0%} to {most:.0%} of them, and what a router uses is taken from
+them. Runs in which more than {waiting:g} of their threads waited for a core on average were done again.
 """
 ONE_GPU = """\
-**The servers share one GPU**, so that the work which a hit saves one of them is time for both; each, the router and the
-client have cores of their own. Speeds are those of a model of this shape, texts mean nothing.
+**The servers share one GPU**, so that the work which a hit saves one of them is time for both.
 """
 Figure = Callable[[Row], float]
 JUDGED: dict[str, tuple[str, int]] = {
