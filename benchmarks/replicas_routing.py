@@ -223,8 +223,8 @@ def _about(about: Mapping[str, Any]) -> str:
         "intervals; *in virtual time*: of a simulation of the same arrivals.\n\n"
         f"{about['at_a_time']} runs of a seed go on side by side on two cores. *CPU* is of one run, in percent of "
         "a core; *late* how late tokens left the\nservers, and the client's clock ticked (99th percentiles). Runs "
-        f"whose client was over {1000 * MAX_LATE_S:.0f} ms late were repeated: {about['late']}.\nRows of fewer seeds ran "
-        "beside fewer others, which favours them.\n"
+        f"whose client was over {1000 * MAX_LATE_S:.0f} ms late were repeated: {about['late']}.\nRows of fewer seeds "
+        "ran beside fewer others, which favours them.\n"
     )
 
 
