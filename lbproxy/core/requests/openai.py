@@ -100,12 +100,12 @@ def _greatest_limit(fields: dict[str, Any]) -> int | None:
     """The greatest of the limits, among which a null says nothing; None if there is none, or one is no limit."""
     greatest = 0
     for name in _LIMITS:
-        limit = fields.get(name)
-        if limit is None:
-            continue
-        if type(limit) is not int or not 0 < limit < MAX_TOKENS:
-            return None
-        greatest = max(greatest, limit)
+        if name in fields:
+            limit = fields[name]
+            if type(limit) is int and 0 < limit < MAX_TOKENS:
+                greatest = limit if limit > greatest else greatest
+            elif limit is not None:
+                return None
     return greatest or None
 
 

@@ -394,7 +394,7 @@ def parse_head(head: bytes, method: str) -> ResponseHead:
 
     `method` is the request's: the response to HEAD has no body. Raises ProtocolError.
     """
-    rest, announced = split_length(head)
+    rest, announced = _RESPONSES.split(head)
     report = _REPORT_LINE.search(rest) if rest.partition(_REPORT_BEGINS)[1] else None
     if report is not None:
         rest = rest[: report.start()] + rest[report.end() :]
@@ -419,21 +419,44 @@ def parse_head(head: bytes, method: str) -> ResponseHead:
     return made
 
 
-def split_length(head: bytes) -> tuple[bytes, bytes | None]:
-    """The head without the line of its Content-Length, which leaves most heads of a peer the same each time, and the
-    value; the head as it is and None if that line is not there, or not as nearly everybody writes it.
-
-    By `partition`, which compiled takes a quarter of the time of a search by a regular expression.
+class LengthSplitter:
+    """Takes Content-Length out of heads, which leaves most heads of a peer the same each time. One for requests and one
+    for responses, as each remembers the last head: to see that the next one differs in nothing but its length takes a
+    fifth of the time of splitting it.
     """
-    for name in _LENGTH_NAMES:
-        before, found, after = head.partition(name)
-        if found:
-            value, end, rest = after.partition(_CRLF)
-            if end and len(value) <= _LENGTH_DIGITS and value.isdigit():
-                return before + end + rest, value
-            return head, None
-    line = _LENGTH_LINE.search(head)
-    return (head, None) if line is None else (head[: line.start()] + head[line.end() :], line[1])
+
+    __slots__ = ("_after", "_before", "_rest")
+
+    def __init__(self) -> None:
+        self._before, self._after, self._rest = b"", _CRLF, b""
+        """The last head up to the value and from its end on, and without the line."""
+
+    def split(self, head: bytes) -> tuple[bytes, bytes | None]:
+        """The head without that line, and the value; the head as it is and None if the line is not there, or not as
+        nearly everybody writes it. Of several the first one counts.
+        """
+        start, end = len(self._before), len(head) - len(self._after)
+        if start < end <= start + _LENGTH_DIGITS and head.startswith(self._before) and head.endswith(self._after):
+            value = head[start:end]
+            if self._rest and value.isdigit():
+                return self._rest, value
+        return self._split(head)
+
+    def _split(self, head: bytes) -> tuple[bytes, bytes | None]:
+        """By `partition`, which compiled takes a quarter of the time of a search by a regular expression."""
+        for name in _LENGTH_NAMES:
+            before, found, after = head.partition(name)
+            if found:
+                value, line_end, rest = after.partition(_CRLF)
+                if line_end and len(value) <= _LENGTH_DIGITS and value.isdigit():
+                    self._before, self._after, self._rest = before + name, line_end + rest, before + line_end + rest
+                    return self._rest, value
+                return head, None
+        line = _LENGTH_LINE.search(head)
+        return (head, None) if line is None else (head[: line.start()] + head[line.end() :], line[1])
+
+
+_RESPONSES: Final = LengthSplitter()
 
 
 class _FixedHead:
@@ -456,7 +479,7 @@ class _FixedHead:
 
     def __init__(self, minor: int, status: int, fields: _Fields) -> None:
         kept, self.content_type, self.encoded, self.chunked, self.announced, options, report, reason = fields
-        """`announced`: a Content-Length that `split_length` did not find."""
+        """`announced`: a Content-Length that `LengthSplitter` did not find."""
         self.load_report, self.reason = report, reason
         self.status = status
         self.keep_alive = (minor == 1 or b"keep-alive" in options) and b"close" not in options

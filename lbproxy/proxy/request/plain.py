@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 from lbproxy.core.observed.trace import TRACE_FIELDS
 from lbproxy.core.requests.outcome import LbError
-from lbproxy.net.connections.h1 import split_field, split_length
+from lbproxy.net.connections.h1 import LengthSplitter, split_field
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.headers import (
     AS_IT_IS,
@@ -37,6 +37,7 @@ from lbproxy.proxy.request.routes import Route, find_route, form_of
 
 _new: Final = tuple.__new__
 """What a NamedTuple's own constructor calls, in half the time: one is made for every request."""
+_REQUESTS: Final = LengthSplitter()
 MAX_PLAIN_HEAD_BYTES: Final = 8 << 10
 MAX_PLAIN_FIELDS: Final = 64
 _REQUEST_LINE: Final = re.compile(rb"POST (/v1/(?:chat/)?completions) HTTP/1\.1\r\n")
@@ -57,7 +58,7 @@ def read_plain(data: bytes, max_body_bytes: int) -> ClientRequest | None:
     if end < 0:
         return None
     # Without its length the head is the same for each request of most clients, and cached.
-    head, length = split_length(data[: end + 2])
+    head, length = _REQUESTS.split(data[: end + 2])
     if length is None:
         return None
     body = data[end + 4 :]

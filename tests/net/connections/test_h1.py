@@ -14,6 +14,7 @@ from lbproxy.net.connections.h1 import (
     ChunkedFraming,
     CloseFraming,
     LengthFraming,
+    LengthSplitter,
     PayloadWatcher,
     ProtocolError,
     parse_head,
@@ -175,6 +176,19 @@ def test_nothing_is_accepted_that_the_oracles_refuse(status: str, lines: list[st
     assert event.status_code == parsed.status
     lengths = [value for name, value in event.headers if name == b"content-length"]
     assert (lengths[0] if lengths else None) == parsed.announced
+
+
+SPLIT_LINES = st.sampled_from(
+    ["Content-Length: 5", "content-length: 17", "Content-Length: 5x", "Content-Length: ", "A: b", "CONTENT-LENGTH: 2"]
+)
+
+
+@given(heads=st.lists(st.lists(SPLIT_LINES, max_size=3), min_size=2, max_size=5))
+def test_a_head_is_split_alike_whatever_was_split_before(heads: list[list[str]]) -> None:
+    """What is remembered of the last head saves time, and decides nothing."""
+    splitter = LengthSplitter()
+    for lines in heads:
+        assert splitter.split(head(*lines)) == LengthSplitter().split(head(*lines))
 
 
 def walk(data: bytes, cuts: list[int]) -> tuple[bool, int, bytes]:
