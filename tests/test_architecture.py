@@ -95,18 +95,28 @@ MAX_ATTRIBUTES = 15
 LARGE = {
     # plain facts, of which most things need a few
     "Placement": 21,
+    "RequestFields": 23,
+    "RequestRecord": 42,
     # to be parted
-    "Proxy": 22,
-    "Connection": 16,
-    "Relay": 22,
+    "Balancer": 18,
+    "Choice": 16,
     "ClientConnection": 21,
-    "Overload": 18,
-    "FrontEnd": 16,
-    "Runtime": 18,
-    "Scheduler": 27,
+    "Connection": 16,
+    "EndpointState": 48,
+    "Fleet": 16,
     "FixedEngine": 19,
+    "FrontEnd": 16,
+    "Overload": 18,
+    "PoolModel": 23,
+    "Proxy": 22,
+    "Relay": 23,
+    "Runtime": 18,
+    "Scheduler": 23,
+    "Ticket": 42,
 }
-"""Classes that have more, and how many at most: these numbers only shrink."""
+"""Classes that have more, and how many: these numbers only shrink."""
+VALUES = {"NamedTuple", "Enum", "Section", "ShortSection", "msgspec.Struct", "Message", "ReplicaEvent"}
+"""Bases of classes that are written once, as `frozen=True` is: they may have as many as there are facts."""
 SHARED_NAMES = {
     "Step": "of an exchange, and of what the size of a cache is learned from: each is an enum or a tuple of one module",
     "Turn": "a request on a client's connection (docs/architecture.md), and a pass through the queue",
@@ -364,12 +374,21 @@ def with_importers(text: str, line: str) -> str:
     return f"{head}\n{wrapped}{end}{more}"
 
 
-@each(FILES)
-def test_no_class_has_too_many_attributes(file: Path) -> None:
-    for node in nodes(file):
-        if isinstance(node, ast.ClassDef) and not node.decorator_list:
-            count = len(attributes(node))
-            assert count <= LARGE.get(node.name, MAX_ATTRIBUTES), f"{node.name} has {count}"
+def test_no_class_has_too_many_attributes() -> None:
+    """However they are declared: in the class, or by what its methods assign."""
+    counts = {node.name: len(attributes(node)) for file in FILES for node in classes(file) if not is_value(node)}
+    assert {name: count for name, count in counts.items() if count > MAX_ATTRIBUTES} == LARGE
+
+
+def is_value(node: ast.ClassDef) -> bool:
+    """Whether it is never changed once it is made."""
+    frozen = [
+        word.arg == "frozen"
+        for one in ast.walk(ast.Tuple([*node.decorator_list, *node.bases]))
+        if isinstance(one, ast.Call)
+        for word in one.keywords
+    ]
+    return any(frozen) or any(ast.unparse(base) in VALUES for base in node.bases)
 
 
 def test_a_class_has_its_name_for_itself() -> None:
@@ -383,8 +402,12 @@ def classes(file: Path) -> list[ast.ClassDef]:
 
 
 def attributes(node: ast.ClassDef) -> set[str]:
-    """What a class sets of itself."""
-    return {
+    """What a class declares of itself, or assigns."""
+    targets = [
+        one for part in node.body for one in ast.iter_child_nodes(part) if isinstance(part, ast.AnnAssign | ast.Assign)
+    ]
+    declared = {one.id for one in targets if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
+    return (declared - {"__slots__"}) | {
         one.attr
         for one in ast.walk(node)
         if isinstance(one, ast.Attribute)

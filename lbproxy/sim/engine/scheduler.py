@@ -33,7 +33,16 @@ from lbproxy.sim.engine.handover import NEVER, EngineHandover
 from lbproxy.sim.engine.kv_cache import BlockPool
 from lbproxy.sim.engine.lora_slots import LoraSlots
 from lbproxy.sim.engine.presets import BLOCK_TOKENS, Preset
-from lbproxy.sim.engine.sequence import EngineGauges, FirstToken, KvSource, KvState, Running, SequencePhase, StepDone
+from lbproxy.sim.engine.sequence import (
+    EngineCounts,
+    EngineGauges,
+    FirstToken,
+    KvSource,
+    KvState,
+    Running,
+    SequencePhase,
+    StepDone,
+)
 
 JITTER_SIGMA = 0.03
 """Spread of a step's time, lognormal, when an rng is given and nothing else is said."""
@@ -81,11 +90,7 @@ class Scheduler:
         # Entries of both may be stale (aborted, preempted); the sequence's own field says whether one counts.
 
         self._gauges = EngineGauges()
-        self._prefix_queries = 0
-        self._prefix_hits = 0
-        self._preemptions = 0
-        self._prompt_tokens = 0
-        self._generation_tokens = 0
+        self._counts = EngineCounts()
 
     def _run(self, now: float) -> None:
         while True:
@@ -139,13 +144,13 @@ class Scheduler:
         self._step_ends_at = None
         if not (self._decoding or self._partial or self._waiting or self._handover.received):
             return
-        preemptions = self._preemptions
+        preemptions = self._counts.preemptions
         self._grow_decodes()
         budget = self._preset.token_budget - len(self._decoding)
         attention = 0.0
         if self._partial is not None:
             budget, attention = self._continue_partial(budget)
-        if self._preemptions == preemptions or not (self._decoding or self._prefills):
+        if self._counts.preemptions == preemptions or not (self._decoding or self._prefills):
             budget, admitted_attention = self._admit(budget, at)
             attention += admitted_attention
         if not (self._decoding or self._prefills):
@@ -260,8 +265,8 @@ class Scheduler:
         if sequence.cached_tokens is None:
             # vLLM, too, keeps the lookups of preempted requests out of these two counters.
             sequence.cached_tokens = cached
-            self._prefix_queries += sequence.request.prompt_tokens if self._preset.prefix_caching else 0
-            self._prefix_hits += cached
+            self._counts.prefix_queries += sequence.request.prompt_tokens if self._preset.prefix_caching else 0
+            self._counts.prefix_hits += cached
 
     def _begin(self, sequence: Running) -> None:
         """It runs from now on."""
@@ -302,7 +307,7 @@ class Scheduler:
                 if self._name_tokens:
                     names.append(sequence.request.id)
                 self._end_prefill(sequence, at, first, finished)
-        self._generation_tokens += tokens
+        self._counts.generation_tokens += tokens
         self._results.append(StepDone(at, tuple(names), tuple(first), tuple(finished)))
         self._gauges = self._measure()
         self._begin_step(at)
@@ -313,7 +318,7 @@ class Scheduler:
             assert sequence.cached_tokens is not None
             received = sequence.received_tokens, sequence.garbage
             first.append(FirstToken(request.id, sequence.cached_tokens, sequence.loaded_adapter, *received))
-            self._prompt_tokens += request.prompt_tokens
+            self._counts.prompt_tokens += request.prompt_tokens
         sequence.generated += 1
         left = request.output_tokens - sequence.generated
         if not left:
@@ -329,16 +334,16 @@ class Scheduler:
         self._context += sequence.computed
 
     def _measure(self) -> EngineGauges:
-        handover = self._handover
+        handover, counts = self._handover, self._counts
         return EngineGauges(
             len(self._waiting) + handover.deferred,
             len(self._decoding) + (self._partial is not None),
             self._pool.used / self._pool.total,
-            self._prefix_queries,
-            self._prefix_hits,
-            self._preemptions,
-            self._prompt_tokens,
-            self._generation_tokens,
+            counts.prefix_queries,
+            counts.prefix_hits,
+            counts.preemptions,
+            counts.prompt_tokens,
+            counts.generation_tokens,
             self._lora.running,
             self._lora.waiting,
             handover.deferred,
@@ -420,7 +425,7 @@ class Scheduler:
         else:
             _, sequence = self._decoding.popitem()
             self._leave_decoding(sequence)
-        self._preemptions += 1
+        self._counts.preemptions += 1
         sequence.computed = sequence.registered = 0
         if not sequence.generated:
             # It computes its prompt itself, and rightly.

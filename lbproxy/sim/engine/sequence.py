@@ -137,6 +137,17 @@ class StepDone(NamedTuple):
     """Those that ended without, because the KV of their prompt could not be read."""
 
 
+@dataclass(slots=True)
+class EngineCounts:
+    """What an engine counts, since its start: see EngineGauges."""
+
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+
+
 class EngineGauges(NamedTuple):
     """What /metrics shows: the state after the latest step. The counters never fall."""
 
