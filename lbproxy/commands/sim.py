@@ -92,7 +92,7 @@ class Run:
     routing: RoutingSettings
     seed: int
     rows: tuple[TraceRow, ...] | None = None
-    """Of the trace that the workload replays."""
+    """Rows of the trace that the workload replays."""
     oracle: str | None = None
     """One of `sim.fleet.oracle.ORACLES` in place of the policy."""
 

@@ -79,7 +79,7 @@ class Restarts:
         endpoints joined. None if nothing was learned, or under policies that learn nothing.
         """
         behind_s = now - saved.saved_at - age_s
-        """Of the driver's clock, behind the wall clock."""
+        """How far the driver's clock is behind the wall clock."""
         for key, use in saved.used.items():
             day = use.day
             if day is not None:

@@ -22,7 +22,7 @@ class Figures:
     cut: int
     """Answers that broke off: their server died under them."""
     again: int
-    """Those that were tried on another server, and answered."""
+    """Requests that were tried on another server, and answered."""
     first_p50_s: float | None
     """To the first byte of a stream; None: there was none."""
     first_p99_s: float | None

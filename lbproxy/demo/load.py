@@ -59,7 +59,7 @@ class DemoLoad:
     def __init__(self, url: str, model: str, asks: Sequence[Ask]) -> None:
         """`asks` in order of time."""
         self.seen: list[Seen] = []
-        """Those that have ended."""
+        """Requests that have ended."""
         self.heads: deque[tuple[float, str]] = deque(maxlen=1000)
         """The last responses that began: when, since the begin, and from whom. A stream's head comes at once."""
         self.running = 0

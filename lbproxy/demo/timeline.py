@@ -22,7 +22,7 @@ class Verb(Enum):
     KILL = "kill"
     """SIGKILL: the kernel closes its connections, nobody says goodbye."""
     START = "start"
-    """The same command again, with an empty cache. Done when it answers."""
+    """Start it again by the same command, with an empty cache. Done when it answers."""
     DRAIN = "drain"
     """It gets no new requests. Done when its last one has ended."""
     RESTART = "restart"

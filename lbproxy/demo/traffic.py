@@ -70,10 +70,10 @@ class View:
     elapsed_s: float
     timeline: Timeline
     number: int
-    """Of the step whose phase it is."""
+    """The number of the step whose phase it is."""
     rows: tuple[Row, ...]
     phases: tuple[Figures, ...]
-    """Of those that have begun."""
+    """Phases that have begun."""
     total: Figures
     running: int
     dashboard: str

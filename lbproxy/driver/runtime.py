@@ -68,7 +68,7 @@ class Runtime(RequestRuntime):
         self._model_look = ModelLook(self.loop, self.now)
         self._model_readers = ByAddress[ModelReader]()
         self._wakers = ByAddress[Callable[[], None]]()
-        """Of scrapers, to be called when their endpoints come up."""
+        """What wakes scrapers, to be called when their endpoints come up."""
         self._ended: list[RequestRecord] = []
         """What the sinks are told of at the end of this turn of the loop."""
 

@@ -35,7 +35,7 @@ class KvEvents:
         self._pace = Pace()
         self._sockets: ZmqSockets | None = None
         self.stats: dict[str, KvStats] = {}
-        """By the names of the endpoints that are read now."""
+        """What was published, by the names of the endpoints that are read now."""
 
     async def follow(self, endpoint: Endpoint) -> None:
         """A loop for `supervise`: the events of one endpoint, or of one rank."""

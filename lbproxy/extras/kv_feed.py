@@ -49,7 +49,7 @@ REPLAY_SILENT_S: Final = 1.5
 REPLAY_AGAIN_S: Final = 30.0
 """After a replay that failed none is tried for so long."""
 MAX_FRAMES: Final = 8
-"""Of a message: more are read and dropped."""
+"""Frames of one message: more are read and dropped."""
 
 
 class KvSocketError(Exception):

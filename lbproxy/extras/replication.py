@@ -88,7 +88,7 @@ class Replication:
         self._is_running = False
         """It can tell others what it knows."""
         self._others: dict[str, _Other] = {}
-        """Those that live, by id."""
+        """Replicas that live, by id."""
         self._beat_at = -SILENT_S
         """When the store last told who lives."""
         self.problem: str | None = "not connected yet"

@@ -30,7 +30,7 @@ from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import DECODE, PREFILL, Usage
 
 MAX_CHARS = 512
-"""Of a text that a client or an endpoint wrote."""
+"""Characters of a text that a client or an endpoint wrote."""
 OPERATIONS = {
     "chat_completions": ("chat", "openai"),
     "responses": ("chat", "openai"),
@@ -138,7 +138,7 @@ def _waits(trace: Trace, ended_at: float) -> Iterator[tuple[float, float]]:
 
 
 def _error(record: RequestRecord) -> str | None:
-    """`error.type` of a request that did not get a non-streaming response, or one that says that the server failed."""
+    """`error.type` of a request that did not get a complete response, or one that says that the server failed."""
     outcome = record.outcome
     if outcome in _BROKE or (outcome is not Outcome.COMPLETED and _STATUS[outcome] >= 500):
         return outcome.label

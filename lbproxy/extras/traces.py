@@ -36,7 +36,7 @@ BATCH_REQUESTS = 128
 FLUSH_S = 3.0
 """How long the end waits for the last export."""
 LINE_EVERY_S = 60.0
-"""Of what OpenTelemetry logs."""
+"""The shortest time between two lines of what OpenTelemetry logs."""
 
 
 class Traces:

@@ -135,7 +135,7 @@ class Proxy:
         """`make_plane`: clients are served in this process unless it is given. `first_uid`: see Balancer."""
         self.notifier = notifier
         self.settings = settings
-        """Those that hold now."""
+        """The settings that hold now."""
         self.rng = rng = random.Random()  # noqa: S311 - spreads load and retries; nothing secret hangs on it
         self.telemetry = Telemetry(log or ProcessLog(settings.log))
         balancer = Balancer(make_policy(settings.routing, rng), settings.balancing, rng=rng, first_uid=first_uid)
@@ -165,7 +165,7 @@ class Proxy:
         self._changing = asyncio.Lock()
         """Held while the settings change."""
         self._orders = Orders()
-        """Those of `run`."""
+        """Orders for `run`."""
         self.admin = None if settings.admin is None else self._make_admin(settings.admin)
         self.sources: list[asyncio.Task[None]] = []
         """The loops of `discovery`."""

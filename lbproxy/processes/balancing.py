@@ -41,7 +41,7 @@ from lbproxy.processes.supervised import SupervisorLink, read
 logger = logging.getLogger("lbproxy")
 
 UIDS: int = 1 << 32
-"""Of endpoints, for each balancer process."""
+"""How many uids of endpoints each balancer process has for itself."""
 WELCOME_WITHIN_S = app.SUCCESSOR_WAITS_S
 """A balancer process after another decides once an endpoint is up, or after this long. Until then workers do; or, in a
 restart, the old lbproxy, as workers accept connections once this process decides."""

@@ -55,23 +55,23 @@ class Start(Message, tag=1):
 
     role: str
     index: int
-    """Of a worker: from 0."""
+    """The index of a worker: from 0."""
     workers: int
     generation: int
-    """Of a balancer process: how many there were before it."""
+    """How many balancer processes there were before this one."""
     succeeds: bool
     """Another lbproxy serves until this one is ready."""
     settings: Text
     path: str
-    """Of the Unix socket on which the balancer process listens for workers."""
+    """The path of the Unix socket on which the balancer process listens for workers."""
     url: str
     """Where clients connect."""
     descriptors: dict[str, list[int]]
-    """Of listening sockets, by the setting that they are for."""
+    """Descriptors of listening sockets, by the setting that they are for."""
     unused_descriptors: list[int]
-    """Of listening sockets that are not for this role: to be closed."""
+    """Descriptors of listening sockets that are not for this role: to be closed."""
     counted: bytes = b""
-    """Of a balancer process: the last `Counted` of the one before it; empty = none."""
+    """For a balancer process: the last `Counted` of the one before it; empty = none."""
 
 
 class Stop(Message, tag=2):
@@ -99,7 +99,7 @@ class Ready(Message, tag=5):
 
     status: str
     url: str | None
-    """Of the admin listener."""
+    """The URL of the admin listener."""
 
 
 class Unfit(Message, tag=6):

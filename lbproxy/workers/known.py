@@ -51,9 +51,9 @@ class Known:
         self.block_bytes: int | None = None
         """See RequestRuntime."""
         self.stored_responses = StoredResponses()
-        """Those of all workers."""
+        """Stored responses of all workers."""
         self._news: list[News] = []
-        """Of members, of which the rest follows."""
+        """News of members, of which the rest follows."""
         self._list: dict[str, ModelCard] | None = None
         """The beginning of a model list, likewise."""
 

@@ -30,7 +30,7 @@ logger = logging.getLogger("lbproxy")
 MAX_FRAME_BYTES: Final = 16 << 20
 """The largest message is the text of settings, with 4 MiB at most."""
 FRAME_BYTES: Final = 256 << 10
-"""Of several messages: it takes about a millisecond to read."""
+"""The size of a frame of several messages: it takes about a millisecond to read."""
 MAX_UNSENT_BYTES: Final = 64 << 20
 _SIZE: Final = 4
 _pack_size: Final = struct.Struct("<I").pack_into

@@ -29,7 +29,7 @@ class _Loss:
         self.index = index
         self.pid = pid
         self.records = records
-        """By the number of the request."""
+        """Records by the number of the request."""
         self.at = at
         self.timer: asyncio.TimerHandle | None = None
 

@@ -23,7 +23,7 @@ RequestFields: TypeAlias = tuple[
     str, str | None, bool, int, int, tuple[int, ...], int | None, int, str | None, bool, str, float | None, int,
     str | None, bool, bool, bool, bool, bool, int, int, int,
 ]  # fmt: skip
-"""Of an InferenceRequest."""
+"""The fields of an InferenceRequest that a worker sends."""
 # By these the decoders that are made later read requests and usages. Compiled, a NamedTuple does not know the types of
 # its fields; LoadReport does, as core.engines.orca is not compiled.
 InferenceRequest.__annotations__.update(zip(InferenceRequest._fields, get_args(RequestFields), strict=True))
@@ -85,7 +85,7 @@ class ProgressMade(Message, tag=4):
     """See RequestRuntime.progress: of several requests, gathered for some milliseconds."""
 
     tokens: dict[int, int]
-    """By number."""
+    """Tokens by the number of the request."""
 
 
 class Close(Message, tag=5):
@@ -203,14 +203,14 @@ class WorkerFigures(Message, tag=14):
     """A worker's figures, twice a second; `Pong` is the reply. Counts are since its start."""
 
     connections: int
-    """Of clients."""
+    """Connections of clients."""
     running: int
     """Requests."""
     upstreams: int
     """Connections to endpoints."""
     cpu_s: float
     lags_s: tuple[float, ...]
-    """Of its event loop: each tick since the last beat."""
+    """Delays of its event loop: each tick since the last figures."""
     rss_bytes: int | None
     limit_bytes: int | None
     held_bytes: int
@@ -267,7 +267,7 @@ class Placed(Message, tag=33):
     uid: int
     placed_at: float
     prompt_tokens: float
-    """Of the prompt, as predicted; 0 = not predicted."""
+    """Tokens of the prompt, as predicted; 0 = not predicted."""
     rest: PlacedRest | None = None
     """None: as in most requests, and not sent then (see `contents.placed`)."""
 
@@ -318,7 +318,7 @@ class Members(Message, tag=36):
     """What is new of members."""
 
     members: list[Member]
-    """Those that changed, or are new."""
+    """Members that changed, or are new."""
     order: list[int] | None = None
     """The uids of the complete set, in the order of the settings; None = the same as before."""
     more: bool = False
@@ -340,7 +340,7 @@ class Models(Message, tag=37):
     cards: list[Card] | None
     """None = they have no such list."""
     gone: list[str] = []
-    """By their ids: models that are not in the list any more."""
+    """Models that are not in the list any more, by their ids."""
     adds: bool = False
     """The cards are added to those that were told before; False = they begin a list."""
     more: bool = False

@@ -29,9 +29,9 @@ class Sending:
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
-        """By origin, as it is before it has a number."""
+        """The number of each origin, as it is before it has one."""
         self._kept: list[Any] = []
-        """By number."""
+        """Origins by number."""
         self._next = 0
 
     def shortened(self, message: m.Submit) -> Sent:

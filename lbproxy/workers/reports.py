@@ -32,7 +32,7 @@ class Reports:
         self.progress: dict[int, int] = {}
         """Tokens by number, to be sent soon."""
         self.origins = Sending()
-        """Of the link that there is now."""
+        """Origins of the link that there is now."""
         self.known_from = 0
         """Requests with this number and higher ones were submitted to the balancer process that there is now."""
 

@@ -46,7 +46,7 @@ MEMBERS_AT_ONCE: Final = 500
 """In one message: about 150 KB."""
 NOBODY: Final[frozenset[EndpointUid]] = frozenset()
 NO_BEAT: Final = m.WorkerFigures(0, 0, 0, 0.0, (), None, None, 0, 0, None, {}, 0, {}, 0, 0, 0, 0, (), True, {})
-"""Of a worker that has not sent one yet."""
+"""The figures of a worker that has not sent any yet."""
 
 
 class _Job:
@@ -82,7 +82,7 @@ class Session:
         """Its process had a link before this one."""
         self.beat = NO_BEAT
         self.cpu_share = 0.0
-        """Of one core, between its last two beats."""
+        """The share of one core that it used between its last two figures."""
         self._beat_at = 0.0
         self.jobs: dict[int, _Job] = {}
         self._origins = Receiving()
@@ -363,10 +363,10 @@ class WorkerServer:
         self.on_beat: Callable[[Session], None] = lambda _: None
         """Called with each worker whose figures arrived."""
         self._lists: Mapping[EndpointUid, object] = {}
-        """Their model lists."""
+        """Model lists of endpoints, as workers were told last."""
         self._version = -1
         self._text: str | None = None
-        """Of the settings that workers were told to use last."""
+        """The text of the settings that workers were told to use last."""
         self._log_level: str | None = None
         """If it is another than that of the settings."""
         self._tasks: set[asyncio.Task[None]] = set()

@@ -35,7 +35,7 @@ class Succession(Generic[AWorker]):
     def __init__(self, runtime: Runtime) -> None:
         self.lost = LostRequests(runtime)
         self.former: dict[int, AWorker] = {}
-        """Of each worker that is not linked its last link."""
+        """The last link of each worker that is not linked."""
         self.early: list[AWorker] = []
         """Links of workers whose earlier one is not lost yet."""
         self.on_dead: Callable[[AWorker], None] = lambda _: None

@@ -20,7 +20,7 @@ from lbproxy.workers import messages as m
 from lbproxy.workers.link import Link, Sent
 
 PIECE_BYTES: Final = 64 << 10
-"""Of cards in one message."""
+"""Bytes of cards in one message."""
 List: TypeAlias = Mapping[str, ModelCard] | None
 """What an endpoint lists; None = it has no such list."""
 

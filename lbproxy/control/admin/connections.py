@@ -126,7 +126,7 @@ class AdminConnection(web.RequestHandler):
         )
         self._all = all_
         self._body: StreamReader = EMPTY_PAYLOAD
-        """Of the last request."""
+        """The body of the last request."""
         self._head_bytes = 0
         """Received since the last request."""
         self._wire: asyncio.Transport | None = None

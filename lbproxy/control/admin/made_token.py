@@ -80,7 +80,7 @@ class MadeToken:
         self.text: str | None = None
         self._wanted = wanted
         self._descriptor: int | None = None
-        """Of the file, which is locked."""
+        """The descriptor of the locked file."""
 
     def make(self, port: int) -> None:
         """Have a token, if there is none and a folder takes it: `path` says whether one did."""

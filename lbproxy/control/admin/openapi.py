@@ -35,7 +35,7 @@ class AdminRoute:
     shows: str
     """What a success looks like: one of `COMPONENTS`, or EVENTS."""
     statuses: tuple[int, ...] = (200,)
-    """Those of its own; what every path may answer comes on top."""
+    """Statuses of this path alone; what every path may answer comes on top."""
     query: Mapping[str, Schema] = field(default_factory=dict)
     """Parameters with their schemas."""
     body: Schema | None = None

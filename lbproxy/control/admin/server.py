@@ -82,13 +82,13 @@ class _Page:
         self._making = asyncio.Lock()
         self._made: tuple[bytes, str] = (b"", "")
         self._number = 0
-        """Of the page that was made."""
+        """The number of the page that was made."""
         self._begun = 0
-        """Pages."""
+        """How many pages were begun."""
         self._next_at = 0.0
         """When one may be begun."""
         self._asking = 0
-        """Who will have the page; without any it is dropped."""
+        """How many ask for a page; without any it is dropped."""
 
     async def fresh(self) -> tuple[bytes, str]:
         """A page that was begun after this call, and its content type."""

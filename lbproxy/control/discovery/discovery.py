@@ -219,7 +219,7 @@ class Discovery:
         self.files: list[EndpointFile] = [
             EndpointFile(one, files.get(one, Entries())) for one in settings.endpoints if one.is_file
         ]
-        """Those of the settings, in their order."""
+        """Files of the settings, in their order."""
 
     async def under(self, settings: Settings) -> Discovery:
         """The same under other settings. What is known of names and files stays known, whatever else their entries say,

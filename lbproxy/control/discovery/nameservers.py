@@ -14,7 +14,7 @@ from lbproxy.config.sections.endpoints import DnsSettings
 from lbproxy.control.discovery.dns_answers import FAILED, NXDOMAIN, TIMEOUT, NoRecordsError
 
 TRIES = 2
-"""Of each nameserver within the time-out: one UDP packet may get lost."""
+"""Questions to each nameserver within the time-out: one UDP packet may get lost."""
 MARGIN_S = 0.5
 """The library's time-out goes by the wall clock, which may jump; this much later the event loop's clock ends it."""
 

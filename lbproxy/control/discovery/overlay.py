@@ -46,9 +46,9 @@ class Overlay:
     """What was added and removed. A change makes another."""
 
     added: Mapping[str, bool] = field(default_factory=dict)
-    """By name, whether a reload keeps it."""
+    """By endpoint: whether a reload keeps it."""
     entries: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
-    """By name, those that were added, as a settings file would say them."""
+    """By endpoint that was added: its entry, as a settings file would say it."""
     removed: tuple[str, ...] = ()
     """Names of endpoints of the settings file, until a reload brings them back."""
 

@@ -107,12 +107,12 @@ class RequestTotals:
     first_bytes: list[int]
     """Streams by time to their first byte: by its bucket."""
     tokens: int
-    """Of responses."""
+    """Tokens of responses."""
     requests: int = 0
     errors: int = 0
-    """Those of them that an endpoint or lbproxy failed."""
+    """Requests that an endpoint or lbproxy failed."""
     rejected: int = 0
-    """Those that were answered 429."""
+    """Requests that were answered 429."""
 
 
 @dataclass(frozen=True)
@@ -144,16 +144,16 @@ class WorkerFacts:
     index: int
     pid: int
     connections: int
-    """Of clients."""
+    """Connections of clients."""
     running: int
-    """Requests."""
+    """Requests that run."""
     upstream_connections: int
     cpu_s: float
     """CPU time since its start."""
     cpu_share: float
-    """Of one core, now."""
+    """The share of one core that it uses now."""
     loop_lag_s: float
-    """The longest of the last half second."""
+    """The longest delay of its event loop in the last half second."""
     memory_bytes: int | None
 
 
@@ -162,9 +162,9 @@ class Workers:
     """The worker processes. Counts are of all that ever were."""
 
     connected: Sequence[WorkerFacts]
-    """By index."""
+    """Workers that are connected, by index."""
     unheard: int
-    """Those that are not connected, or have not said yet what they run."""
+    """Workers that are not connected, or have not said yet what they run."""
     internal_errors: int
     dropped_lines: int
     """Lines of the log."""

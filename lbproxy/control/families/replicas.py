@@ -23,9 +23,9 @@ class Replicas(Protocol):
     """The exchange with other replicas: extras.replication.Replication."""
 
     name: str
-    """Of this one."""
+    """The name of this replica."""
     replica: str
-    """Its id."""
+    """The id of this replica."""
     problem: str | None
     """Why the store cannot be used now; None = it can."""
 

@@ -52,7 +52,7 @@ class _RouteTimes:
     def __init__(self) -> None:
         self.duration = Histogram(DURATION_BUCKETS)
         self.streaming = Histogram(FIRST_BYTE_BUCKETS)
-        """Of first bytes, where a stream was wanted."""
+        """Times to the first byte, where a stream was wanted."""
         self.non_streaming = Histogram(FIRST_BYTE_BUCKETS)
         """Of others: the first byte of a non-streaming response is its end."""
 
@@ -67,11 +67,11 @@ class _Kind:
     ) -> None:
         self.route, self.outcome, self.status, self.endpoint = route, outcome, status, endpoint or ""
         self.label = label
-        """Of the model; None = no model is named."""
+        """The label of the model; None = no model is named."""
         self.times = times
         self.count = 0
         self.placed = 0
-        """Of these: requests that were placed."""
+        """How many of these requests were placed."""
 
 
 class _Series:
@@ -104,7 +104,7 @@ class RequestCounts:
         self._attempts = 0
         self._retries = 0
         self._tokens = [0, 0]
-        """Of prompts and of responses."""
+        """Tokens of prompts and of responses."""
         self._cached_tokens = [0.0, 0.0]
         """Of prompts, as expected and as endpoints said, over the responses that say."""
         self._request_bytes = 0
@@ -112,7 +112,7 @@ class RequestCounts:
         self._failed: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._special = PlacementCounts()
         self._labels: dict[str, str] = {}
-        """Of models that are served."""
+        """Labels of the models that are served."""
         self._models_due_at = float("-inf")
         self._series = _Series()
 

@@ -18,7 +18,7 @@ class Sleeping(Protocol):
     """The driver of what sleeps: control.sleeping.driver.SleepDriver."""
 
     wake_times: Histogram
-    """Of wakes that succeeded, in seconds."""
+    """How long wakes took that succeeded, in seconds."""
 
     @property
     def is_needed(self) -> bool:

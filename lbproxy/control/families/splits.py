@@ -23,7 +23,7 @@ from lbproxy.core.observed.snapshot import PoolSnapshot
 FIRST_LEG_BUCKETS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Seconds. A short prompt that is cached takes some 10 ms, 100,000 tokens take about 10 s."""
 RESULTS: Final = ("completed", "failed", "refused")
-"""Of a first leg: see `RequestRecord.first_legs`."""
+"""Results of a first leg: see `RequestRecord.first_legs`."""
 
 
 class SplitCounts:
@@ -31,7 +31,7 @@ class SplitCounts:
 
     def __init__(self) -> None:
         self._split: defaultdict[str, int] = defaultdict(int)
-        """By the prefill endpoint of the last attempt."""
+        """Split requests, by the prefill endpoint of the last attempt."""
         self._total = 0
         self._first_legs: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._times = Histogram(FIRST_LEG_BUCKETS)

@@ -26,7 +26,7 @@ class PlacementCounts:
     def __init__(self) -> None:
         self._split = SplitCounts()
         self._overflow: defaultdict[tuple[int, str], int] = defaultdict(int)
-        """By the tier of the last attempt, and the reason."""
+        """Requests above tier 1, by the tier of the last attempt, and the reason."""
 
     def count(self, record: RequestRecord) -> None:
         """Count a request with a first leg, or that was placed above tier 1."""

@@ -54,7 +54,7 @@ class SleepDriver:
         self.results: Counter[tuple[str, str, str]] = Counter()
         """Orders that were carried out: the endpoint, a `Task`, and ok or failed."""
         self.wake_times = Histogram(WAKE_BUCKETS)
-        """Of wakes that succeeded, in seconds."""
+        """How long wakes took that succeeded, in seconds."""
         self._warned: set[EndpointUid] = set()
         """Servers of which it was logged that they cannot say whether they sleep."""
 

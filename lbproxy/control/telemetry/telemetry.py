@@ -66,11 +66,11 @@ logger = logging.getLogger("lbproxy")
 MAX_TRANSITION_COUNTS: Final = 4096
 """About what 1,024 endpoints with the states that most know can have: then those that left are forgotten."""
 SAMPLES_A_TURN: Final = 1000
-"""Of a page of metrics: to write so many takes about 5 ms."""
+"""Samples of a page that are written in one turn of the loop: it takes about 5 ms."""
 LEARNED_A_TURN: Final = 250
 """Endpoints of which what was learned is read in one turn: about 3 ms."""
 ENDPOINTS_A_TURN: Final = 50
-"""Of more the page is written in a thread."""
+"""With more endpoints than these the page is written in a thread."""
 
 LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
@@ -138,7 +138,7 @@ class Telemetry:
         self._ejections: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._lag = Histogram(LAG_BUCKETS)
         self.loads = Loads()
-        """Of the settings. Kept by who loads them."""
+        """How the settings were loaded. Kept by who loads them."""
         self._process = ProcessCollector(registry=None)
 
     def watch(self, pool: Snapshots, clients: Connections, upstreams: Connections) -> None:

@@ -102,7 +102,7 @@ class EndpointSet:
         """Moves endpoints from state to state."""
         self._stale_after_s = settings.scrape.stale_after
         self._trial_at = -inf
-        """Until then no endpoint can be tried, unless something changes."""
+        """Before this time no endpoint can be tried, unless something changes."""
         self._trials_version = self._unavailable_version = -1
         """The versions of `serving` for which `_trial_at` and `_unavailable` are valid."""
         self._states: dict[EndpointUid, EndpointState] = {}

@@ -27,11 +27,11 @@ class Health(Enum):
     """Not known yet."""
     UP = "up"
     EJECTED = "ejected"
-    """By the breaker, for a time."""
+    """Ejected by the breaker, for a time."""
     HALF_OPEN = "half_open"
     """The ejection has ended: one request at a time tries it."""
     DOWN = "down"
-    """By probes, or because no connection can be made."""
+    """Down by probes, or because no connection can be made."""
 
 
 @dataclass(frozen=True)

@@ -57,9 +57,9 @@ class EndpointState:
     elsewhere: int = 0
     """Requests of other replicas in flight here, as far as is known (`core.replicas`)."""
     elsewhere_awaiting: int = 0
-    """Those of them without a first byte."""
+    """Requests of other replicas here that have no first byte."""
     awaiting_first_byte: int = 0
-    """Those of `in_flight` without a first byte."""
+    """Tickets of `in_flight` without a first byte."""
     tokens_streamed: int = 0
     """Tokens reported by `progress` since the endpoint was added."""
     placed: int = 0
@@ -73,7 +73,7 @@ class EndpointState:
     """Requests in the last scrape that are not ours: max(0, waiting + running - ours at that time). A later load report
     updates those of them that wait."""
     others_running: float = 0.0
-    """Those of them that did not wait, by the last scrape."""
+    """Requests of `others` that did not wait, by the last scrape."""
     scrape_until: float = float("-inf")
     """Until when values that only scrapes report are fresh."""
     asks_load: bool = False

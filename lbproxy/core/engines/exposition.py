@@ -28,7 +28,7 @@ MAX_LINES = 50_000
 UNCOUNTED_BYTES = 256 * 1024
 """Counting lines takes as long as finding the wanted ones, so up to this size a page may have any number of them."""
 MAX_LINE_BYTES = 16 * 1024
-"""Of one line after the name. vLLM 0.32's longest, `vllm:cache_config_info`, has 1.5 KB."""
+"""The longest line after the name. vLLM 0.32's longest, `vllm:cache_config_info`, has 1.5 KB."""
 MAX_SAMPLES = 4096
 """Wanted lines that are read, malformed ones included. 64 ranks with 8 model names have 1,600."""
 MAX_LABELS = 128

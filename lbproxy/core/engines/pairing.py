@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from lbproxy.core.engines.handover import Handover, Role
 
 MAX_NAMES: Final = 5
-"""Of endpoints or models in one line."""
+"""Endpoints or models that one line names."""
 
 
 class Part(NamedTuple):
@@ -27,7 +27,7 @@ class Part(NamedTuple):
     connector: str | None
     """As configured; None: the engine decides."""
     reported: Handover | None
-    """By its engine; see `states_role`."""
+    """The part that its engine reports; see `states_role`."""
     handover: Handover
     """What is used."""
     hidden_ranks: int = 1

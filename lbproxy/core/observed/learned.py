@@ -55,7 +55,7 @@ class LearnedTransfer(NamedTuple):
 
     fixed_ms: float
     ms_per_token: float
-    """Of the prompt that is transferred."""
+    """Milliseconds for each token of the prompt that is transferred."""
 
 
 @dataclass(frozen=True, slots=True)

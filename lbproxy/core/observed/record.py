@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 MAX_PATH_CHARS: Final = 512
-"""Of the path in a finished record."""
+"""Characters of the path in a finished record."""
 SUFFIX_CHARS: Final = 16
 """What an id has after a client's own: 64 random bits."""
 
@@ -39,7 +39,7 @@ class RequestRecord:
     prefill_s: float | None = None
     """Seconds from the placement of that first leg to its end; None: it failed, or had not ended."""
     prefill_usage: Usage | None = None
-    """Of the first leg: its cached tokens are those of the prompt."""
+    """Usage of the first leg: its cached tokens are those of the prompt."""
     first_legs: tuple[tuple[str, str], ...] = ()
     """The first legs of all attempts that ended: the endpoint's name, and `completed`, `failed` or `refused`."""
     attempts: int = 0
@@ -64,7 +64,7 @@ class RequestRecord:
     queue_s: float = 0.0
     """Seconds waited for a place, in all attempts together."""
     tier: int = 1
-    """Of the endpoint of the last attempt."""
+    """The tier of the endpoint of the last attempt."""
     overflow: str | None = None
     """Why that is above the lowest tier of its model: see `core.queue.ticket.Overflow`. None = it is not."""
     placed_at: float | None = None

@@ -26,4 +26,4 @@ class PoolSnapshot:
     models: list[ModelScaling] = field(default_factory=list)
     """What autoscalers want to know, in the order of their names."""
     sleep: dict[EndpointUid, SleepSnapshot] = field(default_factory=dict)
-    """Of endpoints that may sleep."""
+    """How endpoints are that may sleep."""

@@ -24,13 +24,13 @@ MAX_BATCH_BYTES: Final = 4 << 20
 MAX_EVENTS: Final = 4096
 """In one batch."""
 MAX_KEYS: Final = 8192
-"""Of one prompt: 8 MiB."""
+"""Keys of one prompt: 8 MiB."""
 KEY_BYTES: Final = 8
 MAX_FLOWS: Final = 4096
 
 MAX_NAME_CHARS: Final = 1024
 MAX_SIZE: Final = 1 << 32
-"""Of any count of bytes or tokens."""
+"""The largest count of bytes or tokens."""
 MAX_AMOUNT: Final = 1e18
 MAX_AGE_MS: Final = 1e10
 """Older events are told as if they were this old."""
@@ -151,7 +151,7 @@ class Batch(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=Tru
     events: Annotated[list[AnyEvent], Meta(max_length=MAX_EVENTS)]
     """In the order in which they happened."""
     flows: Annotated[dict[Name, FlowUse], Meta(max_length=MAX_FLOWS)]
-    """Of flows whose use changed."""
+    """Flows whose use changed."""
     asks: Annotated[list[Name], Meta(max_length=1024)]
     """Replicas of which a batch was missed: they should send a reset."""
 

@@ -65,9 +65,9 @@ class Journal:
         self._running: dict[int, Ticket] = {}
         """Tickets in flight, by number."""
         self._again: deque[tuple[int, Ticket]] = deque()
-        """Those of them that a reset still has to tell."""
+        """Requests that a reset still has to tell."""
         self._stored: deque[tuple[str, StoredResponse]] = deque()
-        """By their ids."""
+        """Stored responses, by their ids."""
         self._uses: deque[tuple[str, Use]] = deque()
         """What was used of endpoints' limits at a reset, as far as it still has to be told."""
         self._told: dict[str, FlowUse] = {}

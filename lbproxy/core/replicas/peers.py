@@ -79,10 +79,10 @@ class _Peer:
     def __init__(self, replica: str, now: float) -> None:
         self.replica = replica
         self.number = 0
-        """Of its last batch."""
+        """The number of its last batch."""
         self.tickets: dict[int, Ticket] = {}
         self.unconfirmed: dict[int, Ticket] = {}
-        """Those of before a reset that it has not told again yet."""
+        """Requests of before a reset that it has not told again yet."""
         self.flows: dict[str, FlowUse] = {}
         self.is_complete = False
         self.asked_at = -ASK_AGAIN_S

@@ -22,7 +22,7 @@ MAX_PREAMBLE_BYTES: Final = 1 << 10
 """Before the first delimiter a form may have a text that is no part (RFC 2046, section 5.1.1): mostly an empty line."""
 MAX_PART_HEAD_BYTES: Final = 16 << 10
 MAX_LINES: Final = 32
-"""Of the head of a part, and of the parameters in one: clients send three of each."""
+"""Lines in the head of a part, and parameters in one line: clients send three of each."""
 MAX_FALSE_DELIMITERS: Final = 10_000
 """Texts that look like a delimiter but are none. Boundaries are chosen so that files do not contain them: more of these
 are an attack."""

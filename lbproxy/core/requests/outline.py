@@ -47,7 +47,7 @@ the current stack depth; a server that fails on such a body would be blamed for 
 MAX_COST: Final = 16_000_000
 """In bytes of plain text, each of which takes at most 2.5 ns to parse."""
 MAX_SEGMENT_COST: Final = 7_500_000
-"""Of what is parsed at once: at most 20 ms of the event loop."""
+"""The most that is parsed at once: at most 20 ms of the event loop."""
 SEGMENT_COST = 500_000
 """Of what is parsed at once, where the text can be cut."""
 COSTS = ((b":", 140), (b"[", 105), (b"{", 75), (b",", 20))

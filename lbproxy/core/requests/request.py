@@ -62,7 +62,7 @@ class InferenceRequest(NamedTuple):
     """WHOLE as clients send it; DECODE for the second leg of a request that was prefilled already. The Balancer itself
     makes it PREFILL."""
     prefilled_at: int = 0
-    """Of a second leg: the uid of the endpoint that has its prompt."""
+    """If it is a second leg, the uid of the endpoint that has its prompt."""
     max_tier: int = MAX_TIER
     """It must not go to an endpoint of a higher tier."""
 

@@ -19,11 +19,11 @@ import orjson
 from lbproxy.core.requests.outline import is_light
 
 MAX_BYTES: Final = 256 << 10
-"""Of a response that is looked at: a page of a list with 100 objects has some 50 KB."""
+"""The largest response that is looked at: a page of a list with 100 objects has some 50 KB."""
 MAX_IDS: Final = 1000
-"""Of one response."""
+"""Ids of one response that are noted."""
 MAX_VALUES: Final = 4096
-"""Of a request that are looked at: 0.3 ms."""
+"""Values of a request that are looked at: 0.3 ms."""
 MAX_DEPTH: Final = 6
 _ID: Final = re.compile(r"(?=[a-z_-]*[0-9A-Z])[A-Za-z0-9_-]{4,160}")
 _REFERENCES: Final = ("_id", "_ids", "_file", "_files")

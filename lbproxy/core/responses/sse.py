@@ -61,7 +61,7 @@ _LAST: Final = re.compile(
 )
 """The types of the events that end a stream: of /v1/messages, /v1/responses, and of speech, transcripts and images."""
 _TYPE: Final = re.compile(rb'data: ?\{"type": ?"([a-z_.]{1,64})"')
-"""Of an event that is too long to be parsed: an image."""
+"""The type of an event that is too long to be parsed: an image."""
 _NO_REASON: Final = frozenset({"", "null", "None"})
 """What servers wrote as a `finish_reason` that is none."""
 _MANY_CHOICES: Final = 1024
@@ -318,11 +318,11 @@ class StreamEnd:
         self._open: set[int] = set()
         """The choices that have begun, and not ended."""
         self._name = b""
-        """Of the event that the current lines belong to."""
+        """The name of the event that the current lines belong to."""
         self._last: dict[str, Any] | None = None
         """The last event of an engine's own API, if it does not end a choice."""
         self._total: Usage | None = None
-        """Of the choices that have ended, in an engine's own API."""
+        """Tokens of the choices that have ended, in an engine's own API."""
 
     def read(self, line: bytes) -> None:
         """The next line, without its end."""

@@ -66,7 +66,7 @@ class Learned(NamedTuple):
 
     pool: PoolModel
     loads: Sequence[tuple[str, LoadModel]]
-    """Of its endpoints, by URL."""
+    """What was learned of its endpoints, by URL."""
 
 
 def pieces(
@@ -152,10 +152,10 @@ class _Tree:
 
     def __init__(self) -> None:
         self._numbers: list[dict[Node, int]] = [{} for _ in range(SHARDS)]
-        """By a part of the node's hash."""
+        """Numbers of nodes, by a part of the node's hash."""
         self._count = 0
         self._nodes: list[tuple[int, str]] = []
-        """Those that are in no piece yet."""
+        """Nodes that are in no piece yet."""
         self._keys = self._all_keys = 0
         """In `_nodes`, and ever."""
         self._ends = 0

@@ -40,7 +40,7 @@ Value = TypeVar("Value")
 
 MAX_ENDPOINTS: Final = 4096
 MAX_FLOWS: Final = 4096
-"""Of which it is said what they used."""
+"""Flows of which it is said what they used."""
 MAX_URL_CHARS: Final = 2048
 MAX_DEPTH: Final = 1 << 16
 """Blocks of one prompt."""
@@ -95,7 +95,7 @@ ENDPOINT: Final[Mapping[str, Limits]] = {
 """The numbers of each group, with the lowest and the highest value."""
 MAY_LACK: Final = frozenset({"slots.limit", "slots.initial_limit"})
 MAY_BE_EMPTY: Final = frozenset({"gaps", "size", "slots", "space", "lanes"})
-"""Of an endpoint of which that was not learned."""
+"""Parts of an endpoint that are empty if that was not learned."""
 
 
 class SavedError(Exception):
@@ -126,19 +126,19 @@ class Saved:
     pool: Learned = field(default_factory=dict)
     """Empty: the same."""
     endpoints: dict[str, SavedEndpoint] = field(default_factory=dict)
-    """By URL."""
+    """What was learned of endpoints, by URL."""
     parents: list[int] = field(default_factory=list)
-    """By node: the one before it; -1 = none."""
+    """For each node the one before it; -1 = none."""
     keys: list[bytes] = field(default_factory=list)
-    """By node: 8 bytes for each key, little-endian."""
+    """For each node its keys: 8 bytes each, little-endian."""
     depths: list[int] = field(default_factory=list)
-    """By node: keys from the beginning of the prompt to its end."""
+    """For each node the number of keys from the beginning of the prompt to its end."""
     used: dict[str, Use] = field(default_factory=dict)
     """What was used of limits per time, by `Endpoint.key`. Times are wall times, and may be any."""
     flows: dict[str, Use] = field(default_factory=dict)
     """What was used of limits per minute, by the name of the flow."""
     sleep: dict[str, Durations] = field(default_factory=dict)
-    """By URL of the server."""
+    """How long changes of phases take, by URL of the server."""
 
     def limits_alone(self) -> Saved:
         """What was used of limits, and nothing else."""

@@ -46,7 +46,7 @@ class Restoring:
         self._pool = pool
         self._saved = saved
         self._saved_at = now - age_s
-        """By the driver's clock."""
+        """When it was saved, by the driver's clock."""
         self._due: deque[_Prompts] = deque()
         self.endpoints = 0
         """How many took their data."""

@@ -50,7 +50,7 @@ class ModelScaling(NamedTuple):
 
     model: str
     endpoints: int
-    """That take requests now."""
+    """Endpoints that take requests now."""
     recommended: int | None
     """None: prefill and decode are apart, or nothing is learned under this policy."""
     recommended_known: bool
@@ -59,7 +59,7 @@ class ModelScaling(NamedTuple):
     waiting: int
     """Requests in the queue of lbproxy."""
     predicted_wait_s: float | None
-    """Of a request that arrives now; None: no endpoint takes it, or nothing is learned under this policy."""
+    """The wait of a request that arrives now; None: no endpoint takes it, or nothing is learned under this policy."""
     room: float | None
     """Share of the endpoints' capacity that is left, 0..1; None: as above."""
 
@@ -70,7 +70,7 @@ class _ModelGroup:
     def __init__(self) -> None:
         self.models: frozenset[str] = frozenset()
         self.base: frozenset[str] = frozenset()
-        """Those that are no adapters."""
+        """Models that are no adapters."""
         self.states: Sequence[EndpointState] = ()
         self.streamed: dict[EndpointUid, int] = {}
         """Tokens that each had streamed at the last look."""
@@ -105,9 +105,9 @@ class Advice:
         self._target_s, self._window_s = target_s, window_s
         self._looks = 0
         self._version = -1
-        """Of the lists by which groups were made."""
+        """The version of the model lists by which groups were made."""
         self._groups: dict[str, _ModelGroup] = {}
-        """By model: the models of a group have the same."""
+        """The group of each model: the models of a group have the same."""
         self._order: list[_ModelGroup] = []
         """Each group once."""
         self._step = 1

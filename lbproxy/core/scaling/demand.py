@@ -35,19 +35,19 @@ class ModelDemand:
         self.arrived = 0
         """Requests."""
         self.arrived_bytes = 0
-        """Of their prompts."""
+        """Bytes of the prompts that arrived."""
         self.placed = 0
         """Requests that were sent to an endpoint, or sent again."""
         self.placed_bytes = 0
-        """Of their prompts."""
+        """Bytes of the prompts that were placed."""
         self.placed_work = 0.0
         """Prefill work, in tokens: what was not cached."""
         self.completed = 0
         """Responses of known length."""
         self.output_tokens = 0
-        """Of these."""
+        """Tokens of responses."""
         self.streamless_tokens = 0
-        """Those of them that no stream showed before the end."""
+        """Tokens of `output_tokens` that no stream showed before the end."""
 
 
 class Demand:
@@ -57,7 +57,7 @@ class Demand:
 
     def __init__(self) -> None:
         self.models: dict[str, ModelDemand] = {}
-        """Those that endpoints list, or did."""
+        """Models that endpoints list, or did."""
 
     def know(self, models: Iterable[str]) -> None:
         """Count these models from now on, at most `MAX_MODELS`."""

@@ -24,7 +24,7 @@ class MeanGauges(NamedTuple):
     running: float
     """Requests of all clients."""
     own: float
-    """Those of this lbproxy, waiting in the engine or not."""
+    """Requests of this lbproxy, waiting in the engine or not."""
     most_running: float
     """At one of them."""
     limit: float
@@ -32,7 +32,7 @@ class MeanGauges(NamedTuple):
     cache_tokens: float
     """Size of the KV cache; infinite: not known."""
     used_tokens: float
-    """Of it."""
+    """Tokens of the KV cache in use."""
     prefill_s: float | None
     """For a token; None: not known."""
 

@@ -25,7 +25,7 @@ STEADY: Final = frozenset({Phase.AWAKE, Phase.ASLEEP, Phase.OFF, Phase.UNKNOWN})
 MAX_ABSENT: Final = 1024
 """Servers of which the durations are kept though they are not there; the ones that left first are dropped."""
 _DEFAULT: Final = HostSettings()
-"""Of a host that `hosts` does not name."""
+"""What holds for a host that `hosts` does not name."""
 
 
 class Servers:
@@ -40,13 +40,13 @@ class Servers:
         self._by_url: dict[str, SleepServer] = {}
         self._by_host: dict[str, list[SleepServer]] = {}
         self._by_model: dict[str, list[SleepServer]] = {}
-        """Those that list a model; and those that list none, which may serve all, under the empty name."""
+        """Servers that list a model; and, under the empty name, those that list none, which may serve all."""
         self._lists_version = -1
         """For which `_by_model` is valid."""
         self.moving: dict[str, SleepServer] = {}
-        """By URL, those that are on their way from one phase to another, or that an operator wants to be."""
+        """Servers on their way from one phase to another, or that an operator wants to be, by URL."""
         self._absent: dict[str, Durations] = {}
-        """By URL, of servers that are not there: they may come back, or be found later."""
+        """Servers that are not there, by URL: they may come back, or be found later."""
 
     def __len__(self) -> int:
         return len(self._by_url)

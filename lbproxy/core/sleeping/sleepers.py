@@ -71,7 +71,7 @@ class Order(NamedTuple):
 
     task: Task
     url: str
-    """Of the server: its endpoints may be others when the call has ended."""
+    """The URL of the server: its endpoints may be others when the call has ended."""
     model: str | None
     """What is waited for; None: nothing, or any."""
     waiting: int
@@ -109,9 +109,9 @@ class Sleepers:
         self._servers = Servers(endpoints, changed)
         self._looks = 0
         self._looked: set[str] = set()
-        """By URL, in the last decision."""
+        """URLs of the servers that the last decision looked at."""
         self._stranded: dict[str, SleepServer] = {}
-        """By URL, those with requests that only a wake would end."""
+        """Servers with requests that only a wake would end, by URL."""
         self._refused: dict[str | None, float] = {}
         """When a request for a model was last refused, or overflowed, because a wake takes too long."""
 

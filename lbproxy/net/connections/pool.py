@@ -118,7 +118,7 @@ class Connection:
         """The receiver is full."""
         self._upload = Upload(pool.loop)
         self._descriptor: int | None = None
-        """Of its socket, which it does not own."""
+        """The descriptor of its socket, which it does not own."""
 
     # The exchange
 

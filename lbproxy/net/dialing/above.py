@@ -23,7 +23,7 @@ REFERENCES: Final = frozenset(
 )
 """Fields that hold URLs which clients follow."""
 _WHOLE: Final = frozenset({b"location", b"content-location"})
-"""Those whose value is a URL and nothing else."""
+"""Fields whose value is a URL and nothing else."""
 _ABOUT_CLIENTS: Final = frozenset({b"access-control-allow-origin", b"date"})
 """Never about the endpoint: the first repeats the client's own Origin."""
 _URL: Final = re.compile(

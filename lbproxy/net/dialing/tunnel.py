@@ -16,7 +16,7 @@ from typing import Final
 from lbproxy.core.endpoints.credentials import ApiKey
 
 MAX_HEAD_BYTES: Final = 16 << 10
-"""Of the proxy's response: a quarter of the limit for an endpoint's, since it carries nothing but a status."""
+"""The longest head of the proxy's response: a quarter of an endpoint's, since it carries nothing but a status."""
 _STATUS_LINE: Final = re.compile(rb"HTTP/1\.[01] ([1-5][0-9]{2})(?: [^\r\n]*)?\r\n")
 
 

@@ -26,7 +26,7 @@ TLS_LINGER_S = 10.0
 """The same with TLS: a client with a connection pool may read close_notify only when it wants to reuse the
 connection."""
 HURRY_S = 0.25
-"""The same during shutdown."""
+"""How long it lingers during shutdown."""
 LOOK_S = 0.25
 """Between two checks of what it has received."""
 _INT: Final = struct.Struct("i")

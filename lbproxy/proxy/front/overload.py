@@ -141,7 +141,7 @@ class Overload:
     def __init__(self, limits: LimitSettings, meter: Meter, arrivals: Arrivals | None = None) -> None:
         self._meter = meter
         self.arrivals = Arrivals() if arrivals is None else arrivals
-        """Of the held bodies those that are not complete."""
+        """Held bodies that are not complete."""
         self.refuses: str | None = None
         """Why new requests are refused; None = they are not."""
         self.memory_is_short = False
@@ -168,7 +168,7 @@ class Overload:
     def reconfigure(self, limits: LimitSettings) -> None:
         """Apply other limits from now on."""
         self.limit_bytes = limits.memory or self._meter.limit_bytes()
-        """Of memory."""
+        """How much memory may be used."""
         self.max_held_bytes = limits.buffered_bodies or default_bodies(self.limit_bytes)
 
     # Requests

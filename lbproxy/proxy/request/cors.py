@@ -33,7 +33,7 @@ class Cors:
 
     def __init__(self, origins: Sequence[str]) -> None:
         self._fields: dict[str | None, str] = {}
-        """By origin."""
+        """Field lines, by origin."""
         self.for_others = REPLACES_CORS
         """The field lines for an origin that is not allowed, or not known."""
         if ANY_ORIGIN in origins:

@@ -49,7 +49,7 @@ class LargeFacts(NamedTuple):
 
 
 MAX_ID_CHARS: Final = 160
-"""Of the id of a stored response."""
+"""The longest id of a stored response."""
 MAX_SEARCHED_BYTES: Final = 4 << 20
 """Of a body that is searched for the names of ids before it is walked: 1 ms."""
 _FILE_ID: Final = b'"file_id"'

@@ -21,7 +21,7 @@ MAX_EXTENSION_BYTES: Final = 4 << 10
 MAX_EMPTY_BYTES: Final = 16
 """CR and LF before a request line. Some old clients end a body with a CRLF that is not part of it."""
 PIECE_BYTES: Final = 64 << 10
-"""Of a chunked body in one step."""
+"""Bytes of a chunked body that are read in one step."""
 DENSE_LINES: Final = 1024
 DENSE_PIECE_BYTES: Final = 4 << 10
 """The same if more lines than that are in it. Chunks of one byte cost their parsers microseconds each, and a read can

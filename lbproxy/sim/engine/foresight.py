@@ -44,7 +44,7 @@ class PendingPrefill:
     cached: int
     """Tokens before those, which attention reads."""
     blocks: int
-    """That it takes from the free ones."""
+    """Blocks that it takes from the free ones."""
     output_tokens: int
 
 

@@ -47,18 +47,18 @@ class EngineHandover:
         self._pool = pool
         self.due = NEVER
         self.received: OrderedDict[str, Running] = OrderedDict()
-        """Their KV is here, and they have not begun to compute."""
+        """Sequences whose KV is here, and that have not begun to compute."""
         self._order = count()
         self._leases: list[tuple[float, int, Hold]] = []
-        """By their end. An entry counts if its hold says the same."""
+        """Leases by their end. An entry counts if its hold says the same."""
         self._ends: list[tuple[float, int, _Transfer]] = []
-        """By their end, stale entries included."""
+        """Transfers by their end, stale entries included."""
         self._transfers: dict[str, _Transfer] = {}
         self._holds: dict[Hold, None] = {}
         self.held_blocks = 0
         self.received_tokens = 0
         self.transfers = 0
-        """That ended well, or with wrong data."""
+        """Transfers that ended well, or with wrong data."""
         self.failed = 0
         self.expired = 0
         """Holds whose lease ended."""

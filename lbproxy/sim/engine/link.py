@@ -78,7 +78,7 @@ class KvLink:
 
     def __init__(self) -> None:
         self._holders: dict[Hold, KvHolder] = {}
-        """By what they hold, or are to."""
+        """The engine that holds it, or is to."""
         self._readers: dict[Hold, dict[_Reader, None]] = {}
         self._over: dict[Hold, float | None] = {}
         """What was read since the last `settle`; or when its lease ends, because its reader failed."""

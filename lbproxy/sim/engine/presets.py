@@ -47,7 +47,7 @@ class Preset:
     api_ms: float = 12.0
     """HTTP parsing and tokenisation, before the scheduler sees the request."""
     transfer_ms: float = 2.0
-    """Of each transfer of a prompt's KV from another engine: handshake, notification."""
+    """What each transfer of a prompt's KV from another engine takes: handshake, notification."""
     transfer_token_ms: float = 0.008
     """Of such a transfer, for each token that is not cached here: 16 GB/s at 128 KB a token."""
     prefix_caching: bool = True

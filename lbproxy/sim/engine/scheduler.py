@@ -79,7 +79,7 @@ class Scheduler:
 
         self._step_ends_at: float | None = None
         self._prefills: list[Running] = []
-        """Those with a chunk in the step in flight."""
+        """Sequences with a chunk in the step in flight."""
         self._loading_ms = 0.0
         """What loading adapters adds to the step in flight."""
         self._steps_done = 0

@@ -21,7 +21,7 @@ LEASE_S = 30.0
 RENEWAL_SHARE = 2 / 3
 """Of the lease: how long a heartbeat of the decode extends it from then on. As vLLM 0.33 (nixl/base_scheduler.py)."""
 HEARTBEATS = 6
-"""Of a decode that waits, in each lease."""
+"""Heartbeats of a decode that waits, in each lease."""
 
 
 class KvState(Enum):
@@ -47,7 +47,7 @@ class Hold:
     """Called when the state changes, while the engine computes: it may not call that engine."""
     state: KvState = KvState.PENDING
     expires_at: float = 0.0
-    """Of KV that is held; set before that, it is when the lease ends at the earliest."""
+    """When held KV expires; set before it is held, it is when the lease ends at the earliest."""
     blocks: Sequence[int] = ()
     wanted: bool = True
     """False: it was released before the prompt was computed, and its blocks are not kept."""
@@ -120,7 +120,7 @@ class FirstToken(NamedTuple):
     received_tokens: int = 0
     """How much of the prompt came from another engine."""
     garbage: bool = False
-    """That was wrong data: the text of this request has nothing to do with its prompt."""
+    """It read wrong data: the text of this request has nothing to do with its prompt."""
 
 
 class StepDone(NamedTuple):
@@ -130,11 +130,11 @@ class StepDone(NamedTuple):
     tokens: tuple[str, ...]
     """Every request that got one token; empty if the engine was told that nobody wants to know."""
     first: tuple[FirstToken, ...]
-    """Those that got their first token."""
+    """Requests that got their first token."""
     finished: tuple[str, ...]
-    """Those that got their last."""
+    """Requests that got their last token."""
     failed: tuple[str, ...] = ()
-    """Those that ended without, because the KV of their prompt could not be read."""
+    """Requests that ended without a last token, because the KV of their prompt could not be read."""
 
 
 @dataclass(slots=True)
@@ -158,7 +158,7 @@ class EngineGauges(NamedTuple):
     prefix_queries: int = 0
     """Prompt tokens looked up in the prefix cache."""
     prefix_hits: int = 0
-    """Those found there."""
+    """Prompt tokens found in the prefix cache."""
     preemptions: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
@@ -167,7 +167,7 @@ class EngineGauges(NamedTuple):
     waiting_adapters: tuple[str, ...] = ()
     """Distinct adapters of the waiting requests."""
     deferred: int = 0
-    """Those of the waiting requests whose KV comes from another engine and has been given space."""
+    """Waiting requests whose KV comes from another engine and has been given space."""
     held_blocks: int = 0
     """In use by requests that were prefilled here, for another engine to read."""
     received_tokens: int = 0
@@ -235,7 +235,7 @@ class Outlook(NamedTuple):
     pool: BlockPool
     lora: LoraSlots
     step_ends_at: float | None
-    """Of the step in flight; None = idle."""
+    """When the step in flight ends; None = idle."""
     steps_done: int
     context: int
     """Computed tokens of all decodes together."""
@@ -243,7 +243,7 @@ class Outlook(NamedTuple):
     finishing: Mapping[int, Sequence[Running]]
     """By how many steps will be done then; an entry counts if the sequence's `finishes_at` says the same."""
     prefills: Sequence[Running]
-    """Those with a chunk in the step in flight."""
+    """Sequences with a chunk in the step in flight."""
     partial: Running | None
     """The one whose prefill goes on after that."""
     queue: Sequence[Running]

@@ -201,7 +201,7 @@ class Served:
     server: int | None = None
     """The last; of a split request that of its second leg, in the end."""
     cached_tokens: int = 0
-    """Of the prompt, where it was computed."""
+    """Cached tokens of the prompt, where it was computed."""
     attempts: int = 0
     outcome: Outcome | None = None
     """None = not ended."""
@@ -218,7 +218,7 @@ class QueueSample(NamedTuple):
 
     at: float
     gauges: tuple[EngineGauges, ...]
-    """Of each server, in the order of the fleet."""
+    """Gauges of each server, in the order of the fleet."""
     waiting: int
     """Requests in the balancers' queues."""
 

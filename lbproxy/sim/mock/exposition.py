@@ -28,7 +28,7 @@ class Page:
     model: str
     kv_blocks: int
     ranks: Sequence[EngineGauges]
-    """Of each data-parallel rank; of a server without, one."""
+    """The gauges of each data-parallel rank; of a server without, one."""
     finished: Mapping[str, int] = field(default_factory=dict)
     """Requests that ended, by finish reason."""
     lag_max_s: float = 0.0

@@ -37,7 +37,7 @@ class Clients:
     def __init__(self, sources: Iterable[Source]) -> None:
         self._sources = tuple(sources)
         self._live: dict[str, tuple[int, Job]] = {}
-        """Those that have not ended: which source each is of, and what it is there."""
+        """Jobs that have not ended: which source each is of, and what it is there."""
 
     def begin(self, now: float) -> Sequence[Arrival] | None:
         """The next batch of each."""

@@ -156,7 +156,7 @@ class CodingAgents:
         self._seed = seed
         self._users = [_AgentUser(number, count()) for number in range(coding.sessions)]
         self._live: dict[str, tuple[_AgentUser, _Agent]] = {}
-        """By the job in flight."""
+        """The user and the agent of each job in flight."""
         self._begun = False
         self._began_at = 0.0
 

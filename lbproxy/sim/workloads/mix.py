@@ -23,7 +23,7 @@ ADAPTERS = adapter_names(6)
 MAX_CONTEXT = 24_000
 """Tokens to which an agent's context grows."""
 SHARES = {"chat": 0.55, "agents": 0.1, "lora": 0.35}
-"""Of the requests."""
+"""Shares of the requests."""
 CYCLES_S = {"chat": 12.0, "agents": 6.0}
 """From one turn of a user to the next, thinking included."""
 ANSWER_S = 4.0

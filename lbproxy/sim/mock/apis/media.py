@@ -18,7 +18,7 @@ from lbproxy.sim.mock.text import TOKEN_BYTES
 PIXELS_PER_TOKEN = 784
 IMAGE_TOKENS = range(64, 16_384 + 1)
 UNKNOWN_IMAGE_TOKENS = 1024
-"""Of an image whose size cannot be read."""
+"""Tokens of an image whose size cannot be read."""
 AUDIO_BYTES_PER_TOKEN = 640
 """16-bit samples at 16 kHz, 50 tokens a second: Whisper's encoder."""
 MAX_AUDIO_TOKENS = 16_384

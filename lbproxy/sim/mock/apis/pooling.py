@@ -46,7 +46,7 @@ class PoolingCall:
     dimensions: int = DEFAULT_DIMENSIONS
     as_base64: bool = False
     documents: list[object] = field(default_factory=list)
-    """Of a rerank, as they came."""
+    """Documents of a rerank, as they came."""
     top_n: int = 0
     """0 = all."""
 

@@ -18,9 +18,9 @@ from lbproxy.sim.mock.apis.fields import EngineError, Json, dump, integer, text_
 from lbproxy.sim.mock.apis.media import audio as audio_filler
 
 MAX_AUDIO_BYTES = 8 * 2**20
-"""Of one utterance: four minutes."""
+"""Bytes of one utterance: four minutes."""
 MAX_TURNS = 1024
-"""Of one session; the oldest ones go first."""
+"""Turns of one session; the oldest ones go first."""
 
 
 @dataclass(slots=True)

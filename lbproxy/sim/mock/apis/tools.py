@@ -16,9 +16,9 @@ from hashlib import shake_128
 from lbproxy.sim.mock.apis.fields import EngineError, Json, canonical
 
 MAX_DEPTH = 6
-"""Of arguments; below it they are null."""
+"""Depth of arguments; below it they are null."""
 MAX_PROPERTIES = 64
-"""Of one object in arguments."""
+"""Properties of one object in arguments."""
 _WORDS = ("alpha", "bravo", "delta", "oscar", "tango", "victor")
 
 

@@ -146,7 +146,7 @@ class ReadTimeouts:
     refused_s: float
     """Until a connection that cannot be made counts as failed."""
     lease_s: float | None = None
-    """Of the lease that it renews; None = it renews none."""
+    """The lease that it renews, in seconds; None = it renews none."""
 
 
 class RemoteKv:
@@ -167,7 +167,7 @@ class RemoteKv:
         self.changed: Callable[[], None] | None = None
         """Called when the state changes."""
         self.cached_tokens: int | None = None
-        """Of the prefill, if the other server tells."""
+        """Cached tokens of the prefill, if the other server tells."""
         self._channel = channel
         self._claim = claim
         self._address = address

@@ -24,7 +24,7 @@ from lbproxy.sim.mock.transfer.sglang import DEFAULT_PORT, Meeting, parse
 WAIT_S = 300.0
 """SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT and _WAITING_TIMEOUT: for the other half."""
 MAX_ROOMS = 65_536
-"""That a decode waits in, at one prefill server."""
+"""Rooms that a decode waits in, at one prefill server."""
 
 
 @dataclass(slots=True, eq=False)

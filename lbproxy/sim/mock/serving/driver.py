@@ -114,7 +114,7 @@ class Driver:
         self._stepped = stepped
         self._calls = 0
         self._flights: dict[str, tuple[Flight, int]] = {}
-        """By the engine's request id: the call, and which of its choices."""
+        """Calls by the engine's request id, and which of a call's choices it is."""
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
         """When the timer is to fire."""

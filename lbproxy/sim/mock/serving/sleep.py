@@ -41,7 +41,7 @@ class SleepMode:
         self.refused_wakes = 0
         """Wakes for which the GPU had no memory."""
         self.level = 0
-        """Of its sleep; 0 = it is awake."""
+        """The level of its sleep; 0 = it is awake."""
 
     @property
     def asleep(self) -> bool:

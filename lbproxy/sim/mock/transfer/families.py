@@ -16,7 +16,7 @@ from lbproxy.sim.engine.presets import BLOCK_TOKENS
 from lbproxy.sim.mock.exposition import Labels, family, head, sample
 
 BLOCK_BYTES = BLOCK_TOKENS * 131_072
-"""Of the KV of one block: 128 KB a token, as of an 8B model."""
+"""Bytes of the KV of one block: 128 KB a token, as of an 8B model."""
 
 _HISTOGRAMS = {
     "xfer_time_seconds": "Duration of transfers",

@@ -42,7 +42,7 @@ class NixlParams:
     host: str = ""
     port: int = 0
     cached_tokens: int | None = None
-    """Those of the prefill, to be reported."""
+    """Cached tokens of the prefill, to be reported."""
 
 
 def parse(fields: Json) -> NixlParams | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from lbproxy.sim.mock.apis.fields import EngineError, Json, invalid, shown
 
 FAKE_HOST = "2.2.2.2"
-"""Of SGLang's own health checks: nothing is transferred, and decode runs on empty KV."""
+"""The host of SGLang's own health checks: nothing is transferred, and decode runs on empty KV."""
 DEFAULT_PORT = 8998
 MAX_ROOM = 2**63 - 1
 MAX_HOST = 512
