@@ -26,6 +26,7 @@ HIDDEN = (
 """Figures that are the same row after row: they have a table of their own."""
 
 
+MOST_FIGURES = 4
 INVARIANTS = (
     *("left in flight", "descriptors too many", "tasks too many", "internal errors"),
     *("`Traceback` in the log", "`never retrieved` in the log", "lag of our own, ms"),
@@ -64,17 +65,16 @@ def written(value: float | str) -> str:
 
 
 def figures(line: Line) -> str:
-    """Those that are not 0, as what may not happen is."""
+    """The first of those that are not 0, as what may not happen is."""
     of = line["figures"].items()
     shown = [f"{name} {written(value)}" for name, value in of if value != 0 and not name.startswith(HIDDEN)]
-    missed = f" · **missed: {'; '.join(line['missed'])}**" if line["missed"] else ""
-    return " · ".join(shown) + missed
+    missed = [f"**missed: {', '.join(line['missed'])}**"] if line["missed"] else []
+    return "; ".join(shown[:MOST_FIGURES] + missed)
 
 
-def own_table() -> str:
-    """What lbproxy did in each test."""
-    rows = [[line["test"], line["what"], figures(line)] for line in lines("lbproxy").values()]
-    return table(["test", "what happens", "figures"], rows)
+def own_results() -> str:
+    """What lbproxy did in each test, a line each."""
+    return "".join(f"- **{line['test']}** {line['what']}: {figures(line)}\n" for line in lines("lbproxy").values())
 
 
 def invariants_table() -> str:

@@ -30,10 +30,15 @@ def scores(names: list[str]) -> list[Score]:
 
 
 def by_group(every: list[Score]) -> str:
-    """What each gateway fails, of how many of its cases: a row for each group, a column for each gateway."""
-    rows = [[group, *(_failed([one["groups"][group]]) for one in every)] for group in every[0]["groups"]]
+    """What each gateway fails, of how many of its cases: a row for each group in which one does."""
+    shown = [group for group in every[0]["groups"] if any(passed < of for passed, of in _of(every, group))]
+    rows = [[group, *(_failed([one]) for one in _of(every, group))] for group in shown]
     rows.append(["all", *(_failed(one["groups"].values()) for one in every)])
     return table(["cases", *(one["name"] for one in every)], rows)
+
+
+def _of(every: list[Score], group: str) -> list[tuple[int, int]]:
+    return [one["groups"][group] for one in every]
 
 
 def _failed(groups: Iterable[tuple[int, int]]) -> str:
