@@ -191,7 +191,7 @@ def test_failures_draws_the_state_machine() -> None:
     assert states == set(Health)
     assert {event for _, event in TABLE} == set(Event)
     for event in Event:
-        assert re.search(rf"^\| [a-z, ]*{event.value}", (DOCS / "failures.md").read_text(), re.MULTILINE), event
+        assert re.search(rf"^- [a-z, ]*{event.value}", (DOCS / "failures.md").read_text(), re.MULTILINE), event
 
 
 # --- The simulator ----------------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ def test_the_page_about_settings_shows_a_preflight_as_it_is() -> None:
 
 def test_the_page_may_read_each_field_of_ours_that_the_page_about_failures_names() -> None:
     text = (Path(__file__).parents[3] / "docs" / "failures.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"(?m)^\| `(x-lbproxy-[a-z-]+)` \|", text))
+    named = set(re.findall(r"(?m)^- `(x-lbproxy-[a-z-]+)`: ", text))
     (exposed,) = re.findall(r"(?m)^Access-Control-Expose-Headers: (.*)\r$", Cors([PAGE]).fields_for(PAGE))
     assert "x-lbproxy-tier" in named
     assert not named - set(exposed.split(", "))
