@@ -201,12 +201,12 @@ class StateStats:
 
 def state_families(state: StateStats) -> Iterator[Metric]:
     """How the state file is kept."""
-    text = "Age of the state file when it was restored at the start; no sample if none was"
+    text = "Age of the state file that was restored at the start"
     yield gauges("state_age_at_start_seconds", text, (), [((), state.age_at_start_s)])
     yield gauges("state_bytes", "Size of the state file when it was last written", (), [((), state.bytes)])
     text = "Time when the state file was last written, in seconds since 1970"
     yield gauges("state_last_write_timestamp_seconds", text, (), [((), state.written_at)])
-    text = "Writes of the state file, by result; locked: another process writes it"
+    text = "Writes of the state file, by result"
     yield counters("state_writes", text, ("result",), [((word,), count) for word, count in state.writes.items()])
 
 
@@ -230,7 +230,7 @@ def worker_families(workers: Workers) -> Iterator[Metric]:
 def load_families(load: OwnLoad) -> Iterator[Metric]:
     """What is refused, how near it is, and what becomes of traces."""
     if load.traces is not None:
-        text = "Traced requests, by the result of their export; failed, and dropped (the queue was full), are lost"
+        text = "Traced requests, by the result of their export"
         yield counters("traces", text, ("result",), [((word,), count) for word, count in load.traces.items()])
     reasons = [((reason,), float(reason == load.refuses)) for reason in load.refused]
     text = "1 while lbproxy refuses new requests because it lacks this resource itself"

@@ -45,7 +45,7 @@ _ENDPOINT_GAUGES = (
     _EndpointGauge("up", "1 while the endpoint is healthy and not ejected", _up),
     _EndpointGauge(
         "readmitted",
-        "1 while it is used although it is ejected, because too few are left: panic",
+        "1 while it is used although it is ejected: panic",
         lambda one: float(one.readmitted),
     ),
     _EndpointGauge("share", "Share of placements that its slow start allows, 0.1 to 1", lambda one: one.share),
@@ -99,7 +99,7 @@ def render_endpoints(
 
 def _room_families(rooms: Sequence[tuple[str, EndpointLearned]]) -> Iterator[Metric]:
     """How much more each endpoint takes now."""
-    text = "Learned limit of requests that the endpoint runs at once; no sample while it is unknown"
+    text = "Learned limit of requests that the endpoint runs at once"
     yield gauges("endpoint_request_limit", text, ("endpoint",), [((name,), room.limit) for name, room in rooms])
     text = "1 while the endpoint is full, by reason"
     reasons = [((name, word), float(room.full_by == word)) for name, room in rooms for word in FULL_BY]
@@ -133,7 +133,7 @@ def _endpoint_families(
         ("endpoint",),
         [((one.endpoint.name,), one.tokens_streamed) for one in endpoints],
     )
-    text = "Load reports in response headers of the endpoint, by whether they could be read"
+    text = "Load reports in response headers of the endpoint"
     reports = [
         ((one.endpoint.name, word), count)
         for one in endpoints

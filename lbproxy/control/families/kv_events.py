@@ -15,7 +15,7 @@ _COUNTERS = (
     ("bytes", "Bytes of these messages"),
     ("clears", "Times that the endpoint cleared its prefix cache"),
     ("restarts", "Times that the publisher of the endpoint started again"),
-    ("lost", "Messages that were lost and not replayed: what is in the cache is unknown then"),
+    ("lost", "Messages that were lost and not replayed"),
     ("replayed", "Messages that were replayed"),
 )
 
@@ -38,5 +38,5 @@ def kv_families(stats: Mapping[str, KvStats]) -> Iterator[Metric]:
     text = "Messages or events that were not used, by kind of problem"
     problems = [((name, kind.value), one.problems.get(kind, 0)) for name, one in stats.items() for kind in Problem]
     yield counters("kv_events_problems", text, ("endpoint", "problem"), problems)
-    text = "Seconds since the last message of the endpoint; engines publish only while they compute"
+    text = "Seconds since the last message of the endpoint"
     yield gauges("kv_events_age_seconds", text, ("endpoint",), [((name,), one.age_s) for name, one in stats.items()])

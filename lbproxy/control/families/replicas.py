@@ -53,11 +53,11 @@ def replica_families(replicas: Replicas) -> Iterator[Metric]:
     """How the exchange works, and what is known of each other replica."""
     stats, others = replicas.stats, replicas.facts()
     yield gauge("replicas", "Other replicas that are alive", len(others))
-    text = "1 while the store of the replicas can be used; else this replica balances alone"
+    text = "1 while the store of the replicas can be used"
     yield gauge("replicas_connected", text, float(replicas.problem is None))
     text = "Times that the store could not be used any more, or not yet"
     yield counter("replicas_failures", text, stats.failures)
-    text = "Seconds since the store last listed the replicas that are alive; normal is below 1"
+    text = "Seconds since the store last listed the replicas that are alive"
     yield gauges("replicas_heartbeat_age_seconds", text, (), [((), replicas.beat_age_s)])
     text = "How long the last write of a batch to the store took"
     yield gauges("replicas_append_seconds", text, (), [((), stats.append_s)])
@@ -79,7 +79,7 @@ def _by_replica(others: Sequence[ReplicaFacts]) -> Iterator[Metric]:
     text = "Requests in flight of another replica, as far as is known"
     in_flight = [((name,), sum(peer.in_flight for peer in peers)) for name, peers in heard.items()]
     yield gauges("replica_in_flight", text, ("replica",), in_flight)
-    text = "Seconds since the last batch of another replica; without requests it sends none"
+    text = "Seconds since the last batch of another replica"
     ages = [((name,), max((peer.heard_s for peer in peers), default=None)) for name, peers in heard.items()]
     yield gauges("replica_batch_age_seconds", text, ("replica",), ages)
     text = "1 while all requests in flight of another replica are known"

@@ -255,7 +255,7 @@ class RequestCounts:
         self._add_up()
         text = "Requests that ended, by the endpoint of their last attempt"
         yield counters("endpoint_requests", text, ("endpoint", "outcome"), self._series.by_endpoint.items())
-        text = "Failed attempts before a response, by failure; a retry elsewhere may have succeeded"
+        text = "Failed attempts before a response, by failure"
         yield counters("endpoint_failed_attempts", text, ("endpoint", "failure"), self._failed.items())
 
     def special(self, snapshot: PoolSnapshot) -> Iterator[Metric]:

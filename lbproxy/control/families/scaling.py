@@ -29,5 +29,5 @@ def scaling_families(models: Sequence[ModelScaling]) -> Iterator[Metric]:
     yield gauges("model_waiting_requests", text, ("model",), [(labels, one.waiting) for labels, one in rows])
     text = "Predicted wait of a request for the model that arrives now, until its prefill"
     yield gauges("model_predicted_wait_seconds", text, ("model",), [(ls, one.predicted_wait_s) for ls, one in rows])
-    text = "Share of the capacity of the model's endpoints that is left; 0: all are full"
+    text = "Share of the capacity of the model's endpoints that is left"
     yield gauges("model_room_ratio", text, ("model",), [(labels, one.room) for labels, one in rows])

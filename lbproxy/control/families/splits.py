@@ -65,7 +65,7 @@ class SplitCounts:
         yield counters("split_requests", text, ("endpoint",), [((name,), count) for name, count in split.items()])
         text = "Requests whose last attempt was not split, since the start"
         yield counter("whole_requests", text, placed - self._total)
-        text = "First legs of split requests by result; refused: with a status that blames the request"
+        text = "First legs of split requests, by result"
         legs = {(name, result): 0 for name in prefills for result in RESULTS} | self._first_legs
         yield counters("prefill_legs", text, ("endpoint", "result"), legs.items())
         times = histogram(
