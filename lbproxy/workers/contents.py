@@ -17,6 +17,8 @@ from lbproxy.workers.link import Sent
 from lbproxy.workers.origins import NOT_KEPT
 
 _PLACED: Final = m.Placed.__struct_config__.tag
+_SAME: Final = m.Ended.__struct_fields__[6:]
+"""Attributes of a record that a worker tells as they are."""
 
 
 def submit_of(  # noqa: PLR0913, PLR0917 - see RequestRuntime.submit
@@ -51,41 +53,10 @@ def placed(number: int, ticket: Ticket, prompt_tokens: float, explanation: str |
 
 def message_of(record: RequestRecord) -> m.Ended:
     """The message about a record that is complete."""
-    return m.Ended(
-        record.number,
-        record.id,
-        record.method,
-        record.path,
-        record.client,
-        record.started_at,
-        record.route,
-        record.model,
-        record.alias,
-        record.stream,
-        record.endpoint,
-        record.prefill,
-        record.prefill_s,
-        record.prefill_usage,
-        record.first_legs,
-        record.attempts,
-        record.status,
-        m.OUTCOME_NUMBERS[record.outcome],
-        record.failed,
-        record.error,
-        record.request_bytes,
-        record.response_bytes,
-        record.events,
-        record.usage,
-        record.key,
-        record.flow,
-        record.queue_s,
-        record.placed_at,
-        record.first_byte_at,
-        record.ended_at,
-        None if record.trace is None else f"{record.trace.trace_id:032x}",
-        record.tier,
-        record.overflow,
-    )
+    trace_id = None if record.trace is None else f"{record.trace.trace_id:032x}"
+    same = [getattr(record, name) for name in _SAME]
+    origin = record.method, record.client, record.started_at
+    return m.Ended(record.number, *origin, m.OUTCOME_NUMBERS[record.outcome], trace_id, *same)
 
 
 def fill(record: RequestRecord, end: m.Ended) -> RequestRecord:
@@ -93,35 +64,9 @@ def fill(record: RequestRecord, end: m.Ended) -> RequestRecord:
 
     What only the balancer process knows stays as it is: why the request waited, the decisions, the predicted hits.
     """
-    record.id = end.id
-    record.path = end.path
-    record.route = end.route
-    record.model = end.model
-    record.alias = end.alias
-    record.stream = end.stream
-    record.endpoint = end.endpoint
-    record.prefill = end.prefill
-    record.prefill_s = end.prefill_s
-    record.prefill_usage = end.prefill_usage
-    record.first_legs = end.first_legs
-    record.attempts = end.attempts
-    record.status = end.status
-    record.outcome = m.OUTCOMES[end.outcome]
-    record.failed = end.failed
-    record.error = end.error
-    record.request_bytes = end.request_bytes
-    record.response_bytes = end.response_bytes
-    record.events = end.events
-    record.usage = end.usage
-    record.key = end.key
-    record.flow = end.flow
-    record.queue_s = end.queue_s
-    record.tier = end.tier
-    record.overflow = end.overflow
-    record.placed_at = end.placed_at
-    record.first_byte_at = end.first_byte_at
-    record.ended_at = end.ended_at
-    record.trace_id = end.trace_id
+    record.outcome, record.trace_id = m.OUTCOMES[end.outcome], end.trace_id
+    for name in _SAME:
+        setattr(record, name, getattr(end, name))
     return record
 
 

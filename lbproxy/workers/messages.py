@@ -140,11 +140,15 @@ class Ended(Message, tag=10):
     """A request is over, with its record. `number` is 0 if it was never submitted."""
 
     number: int
-    id: str
     method: str
-    path: str
     client: str
     started_at: float
+    outcome: int
+    trace_id: str | None
+    """32 hexadecimal digits, if it is traced."""
+    # From here on as in the record.
+    id: str
+    path: str
     route: str
     model: str | None
     alias: str | None
@@ -156,7 +160,6 @@ class Ended(Message, tag=10):
     first_legs: tuple[tuple[str, str], ...]
     attempts: int
     status: int
-    outcome: int
     failed: tuple[tuple[str, str], ...]
     error: str | None
     request_bytes: int
@@ -169,11 +172,8 @@ class Ended(Message, tag=10):
     placed_at: float | None
     first_byte_at: float | None
     ended_at: float
-    trace_id: str | None
-    """32 hexadecimal digits, if it is traced."""
     tier: int = 1
     overflow: str | None = None
-    """See RequestRecord, like the tier."""
 
 
 class StillRunning(Message, tag=11):

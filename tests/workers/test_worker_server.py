@@ -99,29 +99,9 @@ def submit(number: int, model: str = MODEL, *, avoid: tuple[int, ...] = (), agai
 
 
 def ended(number: int, outcome: Outcome = Outcome.COMPLETED) -> m.Ended:
-    return m.Ended(
-        *(
-            number,
-            f"r{number}",
-            "POST",
-            "/v1/x",
-            "127.0.0.1",
-            0.0,
-            "chat",
-            MODEL,
-            None,
-            False,
-            "e1",
-            None,
-            None,
-            None,
-            (),
-            1,
-            200,
-        ),
-        *(m.OUTCOME_NUMBERS[outcome], (), None, 1, 2, 3, None, "key", "f", 0.0, 1.0, 2.0, 3.0),
-        None,
-    )
+    told: tuple[Any, ...] = (number, "POST", "127.0.0.1", 0.0, m.OUTCOME_NUMBERS[outcome], None)
+    told += (f"r{number}", "/v1/x", "chat", MODEL, None, False, "e1", None, None, None, (), 1, 200, (), None)
+    return m.Ended(*told, 1, 2, 3, None, "key", "f", 0.0, 1.0, 2.0, 3.0)
 
 
 # --- A worker joins ---------------------------------------------------------------------------------------------------
