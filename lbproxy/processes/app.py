@@ -20,7 +20,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from lbproxy import __version__
 from lbproxy.config.sections.access import AdminSettings, ListenSettings
@@ -60,7 +60,13 @@ from lbproxy.net.listening.bind import open_sockets
 from lbproxy.net.listening.inherit import HandedOver, Inherited, hand_over
 from lbproxy.net.listening.notify import Notifier
 from lbproxy.processes import process
-from lbproxy.processes.data_plane import DataPlane, Loop, Parts, Plane, listening_url
+from lbproxy.processes.data_plane import DataPlane, Loop, Parts, listening_url
+
+if TYPE_CHECKING:
+    from lbproxy.processes.plane import WorkersPlane
+
+Plane: TypeAlias = "DataPlane | WorkersPlane"
+"""What serves clients: this process, or others. What `prepare` returns is for `adopt` alone."""
 
 SUCCESSOR_WAITS_S = 3.0
 """How long a successor waits for its first endpoint before it accepts: its predecessor serves meanwhile."""
@@ -186,7 +192,8 @@ class Proxy:
     async def run(self, inherited: Inherited, orders: Orders, on_ready: Callable[[Listening], None]) -> None:
         """Until it is told to stop, and has."""
         await asyncio.to_thread(find_kv_events, self.settings.endpoints)
-        self.plane.adopt(self.settings, await self.plane.prepare(self.settings))
+        prepared: Any = await self.plane.prepare(self.settings)
+        self.plane.adopt(self.settings, prepared)
         self.runtime.pulse.start()
         self._orders = orders
         sockets = await self._sockets(inherited)
@@ -356,7 +363,7 @@ class Proxy:
                 fixed[key] = getattr(self.settings, key)
         settings = settings.model_copy(update=fixed)
         await asyncio.to_thread(find_kv_events, settings.endpoints)
-        prepared = await self.plane.prepare(settings)
+        prepared: Any = await self.plane.prepare(settings)
         discovery = await self.discovery.under(settings)
         self._adopt(settings, discovery)
         self.plane.adopt(settings, prepared)

@@ -11,16 +11,14 @@ import logging
 import random
 import socket
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from lbproxy.config.sections.access import ListenSettings
 from lbproxy.config.sections.clients import Address
 from lbproxy.config.tree import Settings
 from lbproxy.control.admin.key_files import Credentials, Files, Watched
-from lbproxy.control.admin.state import ClientListener
-from lbproxy.control.families.common import Loads, OwnLoad, Workers
+from lbproxy.control.families.common import Loads, OwnLoad
 from lbproxy.control.telemetry.memory import Memory
-from lbproxy.control.telemetry.telemetry import Connections, Ticker
 from lbproxy.core.observed.sink import Sink
 from lbproxy.driver.pulse import Pulse
 from lbproxy.driver.request_runtime import RequestRuntime
@@ -47,83 +45,6 @@ class Prepared(NamedTuple):
 
     files: tuple[Sequence[Watched], Credentials]
     traces: Traces | None
-
-
-class Plane(Protocol):
-    """What serves clients, as the composition root sees it: a `DataPlane`, or worker processes."""
-
-    @property
-    def front(self) -> ClientListener:
-        """What is shown of it."""
-        ...
-
-    @property
-    def upstreams(self) -> Connections:
-        """Its connections to endpoints."""
-        ...
-
-    @property
-    def pulse(self) -> Ticker:
-        """How late its event loops are."""
-        ...
-
-    def own_load(self) -> OwnLoad:
-        """What it refuses because lbproxy is the bottleneck, now."""
-        ...
-
-    def workers(self) -> Workers | None:
-        """The worker processes, now; None = clients are served in this process."""
-        ...
-
-    @property
-    def sockets(self) -> Sequence[socket.socket] | None:
-        """Those that listen; None = they are another process's."""
-        ...
-
-    async def prepare(self, settings: Settings) -> Any:
-        """See DataPlane. What it returns is for `adopt` alone."""
-        ...
-
-    def adopt(self, settings: Settings, prepared: Any) -> None:
-        """See DataPlane."""
-        ...
-
-    def set_log_level(self, level: str) -> None:
-        """Other processes log from this level on; this one's log is its owner's."""
-        ...
-
-    async def accept(self, sockets: Sequence[socket.socket]) -> str:
-        """See DataPlane."""
-        ...
-
-    def stop_accepting(self) -> None:
-        """Another process has the sockets."""
-        ...
-
-    @property
-    def keys(self) -> int | None:
-        """How many API keys there are; None = clients need none."""
-        ...
-
-    def warn_if_open(self) -> None:
-        """See DataPlane."""
-        ...
-
-    def loops(self) -> list[Loop]:
-        """See DataPlane."""
-        ...
-
-    async def stop(self, *, deadline_s: float, lame_duck_s: float) -> int:
-        """See DataPlane."""
-        ...
-
-    def end_within(self, deadline_s: float) -> None:
-        """While it stops: running requests get at most this long."""
-        ...
-
-    async def close(self) -> None:
-        """See DataPlane."""
-        ...
 
 
 class Parts(NamedTuple):
@@ -176,7 +97,7 @@ class DataPlane:
         self.files.adopt(prepared.files)
 
     def set_log_level(self, level: str) -> None:
-        """Nothing: see Plane."""
+        """Nothing: no other process logs."""
 
     async def accept(self, sockets: Sequence[socket.socket]) -> str:
         """Accept clients from now on; returns the URL at which they reach us."""
@@ -199,7 +120,7 @@ class DataPlane:
         return self.connections
 
     def own_load(self) -> OwnLoad:
-        """See Plane."""
+        """What is refused because lbproxy is the bottleneck, now."""
         overload, listener, traces = self.overload, self.front.listener, self.tracing.traces
         return OwnLoad(
             overload.refuses,

@@ -101,7 +101,7 @@ class Lags:
 
 
 class WorkersPlane:
-    """See data_plane.Plane."""
+    """Has the methods of a DataPlane, for clients that other processes serve."""
 
     sockets: Sequence[socket.socket] | None = None
 
@@ -137,7 +137,7 @@ class WorkersPlane:
         self._loads.stale.clear()
 
     def own_load(self) -> OwnLoad:
-        """See data_plane.Plane."""
+        """See DataPlane."""
         beats, totals = [one.beat for one in self.server.sessions], self._totals
         return OwnLoad(
             next((one.refuses for one in beats if one.refuses), None),
@@ -152,13 +152,13 @@ class WorkersPlane:
         )
 
     def workers(self) -> Workers:
-        """See data_plane.Plane."""
+        """The worker processes, now."""
         totals, unheard = self._totals, max(0, self._count - self.server.heard())
         errors, dropped, alone = totals.number("internal"), totals.number("dropped"), totals.number("alone")
         return Workers([_facts(one) for one in self.server.sessions], unheard, errors, dropped, alone)
 
     def set_log_level(self, level: str) -> None:
-        """See data_plane.Plane."""
+        """Workers log from this level on; this process's log is its owner's."""
         self.server.set_log_level(level)
 
     async def accept(self, sockets: Sequence[socket.socket]) -> str:

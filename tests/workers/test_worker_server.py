@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
@@ -101,7 +101,8 @@ def submit(number: int, model: str = MODEL, *, avoid: tuple[int, ...] = (), agai
 def ended(number: int, outcome: Outcome = Outcome.COMPLETED) -> m.Ended:
     told: tuple[Any, ...] = (number, "POST", "127.0.0.1", 0.0, m.OUTCOME_NUMBERS[outcome], None)
     told += (f"r{number}", "/v1/x", "chat", MODEL, None, False, "e1", None, None, None, (), 1, 200, (), None)
-    return m.Ended(*told, 1, 2, 3, None, "key", "f", 0.0, 1.0, 2.0, 3.0)
+    told += (1, 2, 3, None, "key", "f", 0.0, 1.0, 2.0, 3.0)
+    return m.Ended(*told)
 
 
 # --- A worker joins ---------------------------------------------------------------------------------------------------
