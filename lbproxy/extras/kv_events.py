@@ -16,10 +16,10 @@ from lbproxy.core.caches.cache_report import CacheReport
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
 from lbproxy.core.engines.kv_events import KvStats
 from lbproxy.driver.runtime import Runtime
-from lbproxy.extras.kv_feed import KvFeed
 from lbproxy.extras.kv_pace import Pace
 
 if TYPE_CHECKING:
+    from lbproxy.extras.kv_feed import KvFeed
     from lbproxy.extras.kv_sockets import ZmqSockets
 
 logger = logging.getLogger("lbproxy")
@@ -33,21 +33,22 @@ class KvEvents:
         self._balancer = balancer
         self._runtime = runtime
         self._pace = Pace()
-        self._sockets: ZmqSockets | None = None
+        self._means: tuple[ZmqSockets, type[KvFeed]] | None = None
         self.stats: dict[str, KvStats] = {}
         """What was published, by the names of the endpoints that are read now."""
 
     async def follow(self, endpoint: Endpoint) -> None:
         """A loop for `supervise`: the events of one endpoint, or of one rank."""
-        if self._sockets is None:
-            kind = await asyncio.to_thread(_import)
-            if kind is None:  # an entry of a file: the settings were checked
+        if self._means is None:
+            kinds = await asyncio.to_thread(_import)
+            if kinds is None:  # an entry of a file: the settings were checked
                 extra = {"event": "kv_events", "endpoint": endpoint.name}
                 logger.error("KV events of %s are not read: it %s", endpoint.name, NEEDED, extra=extra)
                 return
-            self._sockets = self._sockets or kind()
+            self._means = self._means or (kinds[0](), kinds[1])
+        sockets, feed_of = self._means
         stats = KvStats(self._runtime.now)
-        feed = KvFeed(endpoint, self._sockets, self._pace, stats, partial(self._report, endpoint.uid))
+        feed = feed_of(endpoint, sockets, self._pace, stats, partial(self._report, endpoint.uid))
         self.stats[endpoint.name] = stats
         try:
             await feed.run()
@@ -61,8 +62,8 @@ class KvEvents:
 
     def close(self) -> None:
         """Let go of all sockets. When no loop runs any more."""
-        if self._sockets is not None:
-            self._sockets.close()
+        if self._means is not None:
+            self._means[0].close()
 
 
 def find_kv_events(endpoints: Iterable[EndpointSettings]) -> None:
@@ -72,12 +73,13 @@ def find_kv_events(endpoints: Iterable[EndpointSettings]) -> None:
         raise ConfigError("settings", [f"endpoints[{wanted[0]}].kv_events: {NEEDED}"])
 
 
-def _import() -> type[ZmqSockets] | None:
+def _import() -> tuple[type[ZmqSockets], type[KvFeed]] | None:
     """None = pyzmq is missing."""
     try:
-        from lbproxy.extras.kv_sockets import ZmqSockets  # noqa: PLC0415 - for those who want it
+        from lbproxy.extras.kv_feed import KvFeed  # noqa: PLC0415 - for those who want it, like the next
+        from lbproxy.extras.kv_sockets import ZmqSockets  # noqa: PLC0415
     except ImportError as error:
         if error.name is None or not error.name.startswith("zmq"):
             raise
         return None
-    return ZmqSockets
+    return ZmqSockets, KvFeed

@@ -13,7 +13,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from math import inf
-from typing import Final, Protocol
+from typing import Final
 
 from lbproxy.config.publishers import read_publisher
 from lbproxy.core.caches.cache_report import RESTARTED, CacheReport
@@ -35,6 +35,7 @@ from lbproxy.core.engines.kv_events import (
 )
 from lbproxy.core.engines.kv_sequence import KvOrder, KvSequence
 from lbproxy.extras.kv_pace import Pace
+from lbproxy.extras.kv_sockets import KvDisconnectedError, KvSocketError, ZmqSocket, ZmqSockets
 
 logger = logging.getLogger("lbproxy")
 
@@ -52,53 +53,13 @@ MAX_FRAMES: Final = 8
 """Frames of one message: more are read and dropped."""
 
 
-class KvSocketError(Exception):
-    """A socket cannot be used. The text says why, on one line."""
-
-
-class KvDisconnectedError(KvSocketError):
-    """The connection of a socket was closed, and the socket is of no more use."""
-
-
-class KvSocket(Protocol):
-    """See kv_sockets. All but `close` raise KvSocketError."""
-
-    def send(self, frames: list[bytes]) -> None:
-        """Send one message."""
-        ...
-
-    def receive(self) -> tuple[bytes, bool] | None:
-        """The next frame, and whether it is the last of its message; None = nothing is there."""
-        ...
-
-    async def readable(self) -> None:
-        """Wait until a frame is there. Raises KvDisconnectedError."""
-        ...
-
-    def close(self) -> None:
-        """Let go of it."""
-        ...
-
-
-class KvSockets(Protocol):
-    """See kv_sockets. Both raise KvSocketError."""
-
-    def subscribe(self, url: str, *, bind: bool) -> KvSocket:
-        """Everything that is published at a URL."""
-        ...
-
-    def dial(self, url: str) -> KvSocket:
-        """A socket that asks for a replay."""
-        ...
-
-
 class KvFeed:
     """The events of one endpoint, or of one rank. `run` it as a loop."""
 
     def __init__(
         self,
         endpoint: Endpoint,
-        sockets: KvSockets,
+        sockets: ZmqSockets,
         pace: Pace,
         stats: KvStats,
         report: Callable[[CacheReport], None],
@@ -159,7 +120,7 @@ class KvFeed:
         assert address is not None
         return address.url(self._endpoint.authority.rpartition(":")[0], self._endpoint.rank or 0)
 
-    async def _receive(self, socket: KvSocket) -> list[bytes] | None:
+    async def _receive(self, socket: ZmqSocket) -> list[bytes] | None:
         """The frames of one message, at most one more than `MAX_FRAMES`; None = nothing is there."""
         frames: list[bytes] = []
         while (part := socket.receive()) is not None:
@@ -253,7 +214,7 @@ class KvFeed:
             self._note(Problem.REPLAY, f"the replay at {url} failed: {error or 'no response'}")
         return start, cleared
 
-    async def _replayed(self, socket: KvSocket) -> KvMessage | None:
+    async def _replayed(self, socket: ZmqSocket) -> KvMessage | None:
         while True:
             async with asyncio.timeout(REPLAY_SILENT_S):
                 await socket.readable()

@@ -16,13 +16,20 @@ from typing import Final
 import zmq
 
 from lbproxy.core.engines.kv_events import MAX_FRAME_BYTES
-from lbproxy.extras.kv_feed import KvDisconnectedError, KvSocketError
 
 QUEUED: Final = 64
 MAX_SOCKETS: Final = 4096
 RECONNECT_MS, RECONNECT_MAX_MS = 100, 3_000
 HEARTBEAT_MS, DEAD_MS = 5_000, 15_000
 """A connection whose other end does not respond for so long is dialled again."""
+
+
+class KvSocketError(Exception):
+    """A socket cannot be used. The text says why, on one line."""
+
+
+class KvDisconnectedError(KvSocketError):
+    """The connection of a socket was closed, and the socket is of no more use."""
 
 
 class ZmqSockets:

@@ -20,35 +20,15 @@ A request has one id at both engines, or two; two engines may be the same one.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
 
+from lbproxy.sim.engine.model_server import ModelServer
 from lbproxy.sim.engine.sequence import LEASE_S, RENEWAL_SHARE, Hold, KvState, SimRequest
-
-
-class KvHolder(Protocol):
-    """What a link needs of an engine: see `Engine`."""
-
-    def add(self, request: SimRequest, *, now: float) -> None:
-        """Take a request in."""
-        ...
-
-    def release(self, hold: Hold, *, now: float) -> bool:
-        """Free what is held."""
-        ...
-
-    def renew(self, hold: Hold, expires_at: float, *, now: float) -> None:
-        """The lease ends then."""
-        ...
-
-    def poke(self, request_id: str, *, now: float) -> None:
-        """The state of a request's source has changed."""
-        ...
 
 
 class _Reader:
     """The source of one request that decodes: what is held for it elsewhere."""
 
-    def __init__(self, link: KvLink, hold: Hold, engine: KvHolder, request_id: str, *, recompute: bool) -> None:
+    def __init__(self, link: KvLink, hold: Hold, engine: ModelServer, request_id: str, *, recompute: bool) -> None:
         self.recompute = recompute
         self.hold = hold
         self.engine = engine
@@ -77,14 +57,14 @@ class KvLink:
     """One for all engines of a fleet that hand over KV to one another."""
 
     def __init__(self) -> None:
-        self._holders: dict[Hold, KvHolder] = {}
+        self._holders: dict[Hold, ModelServer] = {}
         """The engine that holds it, or is to."""
         self._readers: dict[Hold, dict[_Reader, None]] = {}
         self._over: dict[Hold, float | None] = {}
         """What was read since the last `settle`; or when its lease ends, because its reader failed."""
         self._changed: dict[Hold, None] = {}
 
-    def prefill(self, engine: KvHolder, request: SimRequest, *, now: float, lease_s: float = LEASE_S) -> Hold:
+    def prefill(self, engine: ModelServer, request: SimRequest, *, now: float, lease_s: float = LEASE_S) -> Hold:
         """Have a prompt computed, and its KV held. Raises `RequestTooLong`."""
         hold = Hold(lease_s)
         hold.changed = lambda: self._changed.update({hold: None})
@@ -92,7 +72,9 @@ class KvLink:
         self._holders[hold] = engine
         return hold
 
-    def decode(self, engine: KvHolder, request: SimRequest, hold: Hold, *, now: float, recompute: bool = False) -> None:
+    def decode(
+        self, engine: ModelServer, request: SimRequest, hold: Hold, *, now: float, recompute: bool = False
+    ) -> None:
         """Have a response computed from what is held. `recompute`: if it is lost, the engine computes the prompt
         itself instead of failing the request. Raises `RequestTooLong`, having freed what is held.
         """
@@ -119,9 +101,9 @@ class KvLink:
             self._readers.pop(reader.hold, None)
         self._over[reader.hold] = expires_at
 
-    def settle(self, *, now: float) -> list[KvHolder]:
+    def settle(self, *, now: float) -> list[ModelServer]:
         """Tell each engine what others have done. Returns those that were told, each once."""
-        told: dict[int, KvHolder] = {}
+        told: dict[int, ModelServer] = {}
         while self._over or self._changed:
             over, self._over = self._over, {}
             for hold, expires_at in over.items():

@@ -10,77 +10,15 @@ from __future__ import annotations
 
 import random
 from functools import partial
-from typing import Protocol
+from typing import TypeAlias
 
 from lbproxy.sim.engine.engine import JITTER_SIGMA, Engine
 from lbproxy.sim.engine.fixed import FixedEngine, FixedTimes
 from lbproxy.sim.engine.presets import Preset
 from lbproxy.sim.engine.ranks import RankedEngine
-from lbproxy.sim.engine.sequence import EngineGauges, Hold, SimRequest, StepDone
 
-
-class ModelServer(Protocol):
-    """One server. The calls are described at `Engine`."""
-
-    max_model_len: int
-    """Prompt and answer together, in tokens."""
-
-    @property
-    def kv_blocks(self) -> int:
-        """Size of the KV cache in blocks."""
-        ...
-
-    def add(self, request: SimRequest, *, now: float) -> None:
-        """Take a request in. Raises `RequestTooLong`."""
-        ...
-
-    def abort(self, request_id: str, *, now: float) -> bool:
-        """Forget a request; False if it has ended."""
-        ...
-
-    def release(self, hold: Hold, *, now: float) -> bool:
-        """Free KV that is held."""
-        ...
-
-    def renew(self, hold: Hold, expires_at: float, *, now: float) -> None:
-        """The lease of what is held ends then."""
-        ...
-
-    def poke(self, request_id: str, *, now: float) -> None:
-        """The state of a request's source has changed."""
-        ...
-
-    def set_speed(self, speed: float, *, now: float) -> None:
-        """Be so many times as fast as usual from now on."""
-        ...
-
-    def unload_adapter(self, adapter: str, *, now: float) -> None:
-        """Serve an adapter no more."""
-        ...
-
-    def forget(self, *, now: float) -> None:
-        """Forget what is cached; what runs goes on."""
-        ...
-
-    def restart(self, *, now: float) -> list[str]:
-        """Fail, and be there again, empty. Returns the ids of the requests that were lost."""
-        ...
-
-    def generated(self, request_id: str) -> int:
-        """Tokens that a request has got so far; 0 if it has ended."""
-        ...
-
-    def next_event(self) -> float | None:
-        """When `advance` is due; None = not before the next `add`."""
-        ...
-
-    def advance(self, *, now: float) -> list[StepDone]:
-        """What was sent up to `now` and not returned before, oldest first."""
-        ...
-
-    def gauges(self) -> EngineGauges:
-        """What /metrics shows."""
-        ...
+ModelServer: TypeAlias = Engine | FixedEngine | RankedEngine
+"""One server. The calls are described at `Engine`."""
 
 
 def make_server(  # noqa: PLR0913 - all that servers differ in

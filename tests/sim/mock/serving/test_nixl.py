@@ -229,7 +229,7 @@ def test_a_prefill_whose_client_leaves_is_not_held() -> None:
     async def test(pair: Pair) -> None:
         body = BODY | PREFILL | {"prompt": PROMPT * 100}
         task = asyncio.create_task(pair.post(pair.prefill, body))
-        await until(lambda: pair.prefill.driver.engine.requests(now=asyncio.get_running_loop().time()) == 1)  # type: ignore[attr-defined]
+        await until(lambda: pair.prefill.driver.engine.requests(now=asyncio.get_running_loop().time()) == 1)  # type: ignore[union-attr]
         task.cancel()
         await pair.settled()
 

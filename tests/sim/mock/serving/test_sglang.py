@@ -137,7 +137,7 @@ def test_when_one_half_is_cancelled_the_other_fails(leaves: str) -> None:
             "decode": asyncio.create_task(pair.post(pair.decode, long)),
         }
         now = asyncio.get_running_loop().time
-        await until(lambda: pair.prefill.driver.engine.requests(now=now()) == 1)  # type: ignore[attr-defined]
+        await until(lambda: pair.prefill.driver.engine.requests(now=now()) == 1)  # type: ignore[union-attr]
         tasks[leaves].cancel()
         with suppress(asyncio.CancelledError):
             await tasks[leaves]
