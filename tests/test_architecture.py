@@ -102,7 +102,7 @@ LARGE = {
     "Choice": 16,
     "ClientConnection": 21,
     "Connection": 16,
-    "EndpointState": 48,
+    "EndpointState": 25,
     "Fleet": 16,
     "FixedEngine": 19,
     "FrontEnd": 16,

@@ -77,7 +77,7 @@ class Placing:
         ticket.state, ticket.placed_on, ticket.placed_at = TicketState.PLACED, state, now
         if state.health is not Health.UP:
             ticket.trial = self._judge.begin_trial(state, stream=ticket.request.stream, now=now)
-        state.progress.open_ended += ticket.request.open_ended
+        state.standing.progress.open_ended += ticket.request.open_ended
         if self._endpoints.has_loads and not ticket.request.open_ended:  # the work of a WebSocket is not known
             ticket.load = state.load
             ticket.placement = ticket.load.place(ticket.request, now)
@@ -97,8 +97,8 @@ class Placing:
             self.journal.first_byte(ticket, now)
         state = ticket.placed_state
         state.awaiting_first_byte -= 1
-        state.progress.last_at = now
-        breaker = state.breaker
+        state.standing.progress.last_at = now
+        breaker = state.standing.breaker
         breaker.successes += 1
         breaker.faults_in_row = 0
         breaker.forbidden = NO_FLOWS
@@ -117,8 +117,9 @@ class Placing:
         """See `Balancer.progress`."""
         if ticket.state is TicketState.PLACED:
             state = ticket.placed_state
-            state.tokens_streamed += tokens
-            state.progress.last_at = now
+            shown = state.standing.progress
+            shown.tokens_streamed += tokens
+            shown.last_at = now
             if tokens:
                 ticket.response_tokens += tokens
                 self._flows.progress(ticket, now)
@@ -142,11 +143,11 @@ class Placing:
             charged = charged._replace(cached_tokens=None)
         usage = told = None if charged is not None and charged.is_estimate else charged
         state.in_flight -= 1
-        state.progress.open_ended -= ticket.request.open_ended
+        state.standing.progress.open_ended -= ticket.request.open_ended
         if ticket.first_byte_at is None:
             state.awaiting_first_byte -= 1
         if outcome is Outcome.COMPLETED:
-            state.progress.last_at = now
+            state.standing.progress.last_at = now
         elif outcome is Outcome.UPSTREAM_BROKE:
             self._judge.response_broke(state, timed_out=timed_out, placed_at=ticket.placed_at or 0.0, now=now)
         if ticket.is_trial:

@@ -36,7 +36,7 @@ which process it is."""
 
 
 def _apply(state: EndpointState, said: News) -> None:
-    state.endpoint, state.health, state.draining, state.handover, state.dormant, state.process = said
+    state.endpoint, state.health, state.draining, state.handover, state.dormant, state.standing.process = said
     state.backing_off_until = float("-inf")
 
 
@@ -93,7 +93,7 @@ class Known:
             if one is not None:
                 if state is None:
                     state = EndpointState(one[0])
-                    state.breaker = Breaker(BreakerSettings())
+                    state.standing.breaker = Breaker(BreakerSettings())
                 elif state.endpoint.uid != uid:
                     moved[state.endpoint.uid] = uid
                 _apply(state, one)

@@ -411,7 +411,7 @@ class RemoteRuntime(RequestRuntime):
             raise LookupError(f"endpoint {message.uid} was not told")
         ticket.counted = True
         placed_at, rest = message.placed_at, message.rest
-        waited, state.asks_load, one.record.explanation, leg, first_uid, overflow = rest or m.USUAL_PLACEMENT
+        waited, state.reported.asks_load, one.record.explanation, leg, first_uid, overflow = rest or m.USUAL_PLACEMENT
         if not waited:  # the way of the messages is no wait
             ticket.submitted_at = placed_at
         ticket.predicted_prompt_tokens = message.prompt_tokens

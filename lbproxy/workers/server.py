@@ -493,7 +493,7 @@ class WorkerServer:
         before, listed_before = self.told, self._lists
         members = [*self.runtime.members()]
         told = {
-            one.endpoint.uid: (one.endpoint, one.health, one.draining, one.dormant, one.handover, one.process)
+            one.endpoint.uid: (one.endpoint, one.health, one.draining, one.dormant, one.handover, one.standing.process)
             for one in members
         }
         lists = {one.endpoint.uid: one.models for one in members}
@@ -531,4 +531,4 @@ def _members(states: list[EndpointState], order: list[EndpointUid] | None) -> li
 
 def _member(one: EndpointState) -> m.Member:
     facts = one.endpoint, one.health.value, one.handover
-    return member(*facts, draining=one.draining, dormant=one.dormant, process=one.process)
+    return member(*facts, draining=one.draining, dormant=one.dormant, process=one.standing.process)

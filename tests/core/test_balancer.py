@@ -55,7 +55,7 @@ def test_requests_that_wait_for_no_room_are_load_and_no_queue() -> None:
     show_gauges(balancer, endpoints[1].uid, now=0.0, running=1.0)
     state = balancer.endpoints.get(endpoints[0].uid)
     assert state is not None
-    assert (state.others, state.others_running, state.reported_slots) == (6.0, 6.0, 4)
+    assert (state.others, state.reported.others_running, state.reported.slots) == (6.0, 6.0, 4)
     ticket = place(balancer)
     assert endpoint_of(ticket) is endpoints[1], "it has fewer"
     ticket = next(one for one in (place(balancer) for _ in range(9)) if endpoint_of(one) is endpoints[0])

@@ -88,7 +88,9 @@ class Engines:
     async def agree(self) -> None:
         """Wait until the reader counts what is there."""
         state = self.reader.state()
-        await until(lambda: state.cached_tokens == self.cached(), f"{state.cached_tokens} of {self.cached()}")
+        await until(
+            lambda: state.reported.cached_tokens == self.cached(), f"{state.reported.cached_tokens} of {self.cached()}"
+        )
 
 
 @asynccontextmanager
@@ -145,9 +147,9 @@ def test_what_is_counted_is_what_is_cached(bind: bool) -> None:
                 await asyncio.gather(*(it.ask(600) for _ in range(4)))
             await it.agree()
             assert (stats.lost, sum(stats.problems.values())) == (0, 0)
-            assert state.measured_cache_tokens is not None
-            assert 0.9 * KV_TOKENS < state.measured_cache_tokens <= KV_TOKENS
-            assert state.load.kv.capacity_tokens == state.measured_cache_tokens
+            assert state.reported.measured_cache_tokens is not None
+            assert 0.9 * KV_TOKENS < state.reported.measured_cache_tokens <= KV_TOKENS
+            assert state.load.kv.capacity_tokens == state.reported.measured_cache_tokens
 
     run(main())
 
@@ -221,7 +223,7 @@ def test_without_a_replay_the_count_is_unknown_after_a_gap_and_the_prefixes_stay
                 await it.ask()
             await it.ask()
             await until(lambda: stats.lost == 2)
-            assert state.cached_tokens is None
+            assert state.reported.cached_tokens is None
             assert stats.problems[Problem.GAP] == 1
             assert state.load.kv.cache.size == 4
             await it.clear()
@@ -278,7 +280,7 @@ def test_who_joins_late_without_a_replay_knows_nothing_until_the_cache_has_turne
                 await asyncio.gather(*(it.ask(600) for _ in range(4)))
             it.reader.follow([it.reader.state().endpoint])
             await joined(it)
-            assert it.reader.state().cached_tokens is None
+            assert it.reader.state().reported.cached_tokens is None
             for _ in range(12):
                 await asyncio.gather(*(it.ask(600) for _ in range(4)))
             await it.agree()
@@ -295,7 +297,7 @@ def test_each_rank_has_a_port_and_a_count_of_its_own() -> None:
                 await asyncio.gather(*(it.ask(600) for _ in range(8)))
             for rank in (0, 1):
                 state = it.reader.state(f"e1#{rank}")
-                await until(lambda state=state, rank=rank: state.cached_tokens == it.cached(rank))  # type: ignore[misc]
+                await until(lambda state=state, rank=rank: state.reported.cached_tokens == it.cached(rank))  # type: ignore[misc]
             assert set(it.reader.events.stats) == {"e1#0", "e1#1"}
 
     run(main())
@@ -333,7 +335,7 @@ def test_nothing_is_known_any_more_of_what_is_not_read_any_more() -> None:
         async with engines() as it:
             await it.agree()
             await it.reader.stop()
-            assert it.reader.state().cached_tokens is None
+            assert it.reader.state().reported.cached_tokens is None
             assert not it.reader.events.stats
 
     run(main())

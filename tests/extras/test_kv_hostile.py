@@ -57,7 +57,7 @@ class Hostile:
         """A clear that comes after everything still counts."""
         self.balancer.submit(InferenceRequest("r", "m", True, 4096, 4096, KEYS), now=0.0)
         assert self.state.load.kv.cache.size == len(KEYS)
-        while self.state.load.kv.cache.size or self.state.cached_tokens != 0:
+        while self.state.load.kv.cache.size or self.state.reported.cached_tokens != 0:
             self.send(CLEAR)  # again and again: a connection may be made anew meanwhile
             await asyncio.sleep(0.01)
 
@@ -114,7 +114,7 @@ def test_a_batch_that_cannot_be_read_makes_the_count_unknown(payload: bytes, pro
         async with hostile() as it:
             it.send(payload)
             await until(lambda: it.stats.problems[problem])
-            assert it.state.cached_tokens is None
+            assert it.state.reported.cached_tokens is None
             await it.survives()
 
     run(main())
@@ -149,7 +149,7 @@ def test_unknown_events_are_no_problem() -> None:
         async with hostile() as it:
             unknown = {"type": "BlockMoved"}, ["New", 1]
             it.send(encode([1.0, [*unknown, stored(1, 2), stored(3, medium="CPU")], 0, "more"]))
-            await until(lambda: it.state.cached_tokens == 32)
+            await until(lambda: it.state.reported.cached_tokens == 32)
             assert not sum(it.stats.problems.values())
 
     run(main())
@@ -161,7 +161,7 @@ def test_a_second_publisher_is_not_believed() -> None:
             it.send(encode([1.0, [stored(1)]]))
             it.socket.send_multipart([b"other", (0).to_bytes(8), CLEAR])
             await until(lambda: it.stats.problems[Problem.TOPIC])
-            assert it.state.cached_tokens == 16
+            assert it.state.reported.cached_tokens == 16
             assert not it.stats.restarts
 
     run(main())
@@ -174,7 +174,7 @@ def test_more_blocks_than_are_counted_are_not_held(monkeypatch: pytest.MonkeyPat
         async with hostile() as it:
             it.send(encode([1.0, [stored(*range(1_001))]]))
             await until(lambda: it.stats.problems[Problem.BLOCKS])
-            assert it.state.cached_tokens is None
+            assert it.state.reported.cached_tokens is None
             await it.survives()
 
     run(main())
@@ -249,7 +249,7 @@ def test_a_replay_that_fails_costs_the_count_and_nothing_else(form: str, monkeyp
                 it.send(encode([1.0, [stored(1)]]))
                 await until(lambda: it.stats.lost >= 5)
                 assert failed or it.stats.problems[Problem.REPLAY]
-                assert it.state.cached_tokens is None
+                assert it.state.reported.cached_tokens is None
                 await it.survives()
                 answering.cancel()
 
@@ -293,7 +293,7 @@ def test_old_publishers_replay_without_a_topic() -> None:
                 it.sequence += 5
                 it.send(encode([1.0, [["BlockStored", [0], None, [], 16, None]]]))
                 await until(lambda: it.stats.replayed >= 5)
-                await until(lambda: it.state.cached_tokens == 16 * 6)
+                await until(lambda: it.state.reported.cached_tokens == 16 * 6)
                 assert it.stats.lost == 0
                 answering.cancel()
 

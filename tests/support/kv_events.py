@@ -22,6 +22,6 @@ def snapshot(tokens: int | None, fill: float | None) -> EndpointSnapshot:
     """An endpoint with so much in its cache."""
     state = EndpointState(Endpoint(name="gpu-1:8000", base_url="http://gpu-1:8000", uid=EndpointUid(1)))
     state.health = Health.UP
-    state.cached_tokens = tokens
-    state.measured_cache_tokens = None if fill is None or tokens is None else round(tokens / fill)
+    state.reported.cached_tokens = tokens
+    state.reported.measured_cache_tokens = None if fill is None or tokens is None else round(tokens / fill)
     return snapshot_of(state, 1.0, False, 0.0)

@@ -46,7 +46,7 @@ def counts_of(balancer: Balancer, number: int) -> tuple[int, int, int, int]:
     """Of one endpoint: see `Replica.counts`."""
     state = list(balancer.endpoints.members())[number]
     work, cache = state.load.work, state.load.kv.cache
-    return state.elsewhere, state.elsewhere_awaiting, work.in_flight, cache.pinned
+    return state.elsewhere, state.reported.elsewhere_awaiting, work.in_flight, cache.pinned
 
 
 def taken(journal: Journal, now: float) -> list[Batch]:

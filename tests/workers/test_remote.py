@@ -131,7 +131,7 @@ def test_a_request_waits_for_the_balancer_process_and_is_placed_where_it_says() 
             await worker.told(m.Placed(submitted.number, 2, 1.5, 7.0, (False, True, None, 0, 0, None)))
             assert worker.settled == [ticket]
             assert (endpoint_of(ticket), ticket.placed_at, ticket.predicted_prompt_tokens) == ("e2", 1.5, 7.0)
-            assert ticket.placed_state.asks_load
+            assert ticket.placed_state.reported.asks_load
             assert ticket.submitted_at == ticket.placed_at, "it did not wait"
             worker.runtime.first_byte(ticket)
             worker.runtime.first_byte(ticket)

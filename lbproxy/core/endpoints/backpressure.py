@@ -47,20 +47,20 @@ class Backpressure:
             most = MAX_ASKED_S if state.endpoint.tier > 1 else MAX_ASKED_FIRST_S
             asked_until = now + min(most, retry_after_s)
             if asked_until > state.backing_off_until:
-                state.refusals += now >= state.backing_off_until
+                state.standing.refusals += now >= state.backing_off_until
                 state.backing_off_until = asked_until
                 self.until = max(self.until, asked_until)
         if (kind not in _REFUSALS and kind is not FailureKind.ERROR) or now < state.backing_off_until:
             return
-        state.refusals += 1
-        excess = state.refusals - (1 if kind in _REFUSALS else SUSPECT_AFTER)
+        state.standing.refusals += 1
+        excess = state.standing.refusals - (1 if kind in _REFUSALS else SUSPECT_AFTER)
         if excess >= 0:
             state.backing_off_until = now + min(MAX_S, FIRST_S * 2.0 ** min(excess, 10))
             self.until = max(self.until, state.backing_off_until)
 
     def note_success(self, state: EndpointState) -> None:
         """Note a successful response of `state`."""
-        state.refusals = 0
+        state.standing.refusals = 0
 
     def not_backing_off(self, candidates: Sequence[EndpointState], *, now: float) -> Sequence[EndpointState]:
         """The candidates that are not backing off; all of them, if there are none."""

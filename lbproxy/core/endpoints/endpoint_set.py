@@ -149,7 +149,7 @@ class EndpointSet:
         self.serving.reconfigure(panic=settings.breaker.panic)
         for state in self._states.values():
             if state.endpoint.tier > 1:
-                state.refusals, state.backing_off_until = 0, -inf
+                state.standing.refusals, state.backing_off_until = 0, -inf
         self._stale_after_s = settings.scrape.stale_after
 
     def adopt_pool(self, pool: PoolModel | None) -> None:
@@ -241,11 +241,9 @@ class EndpointSet:
         state = EndpointState(with_uid(spec, EndpointUid(self._last_uid)), models=configured_models(spec))
         if like is not None:
             state.models = like.models
-            state.reported_cache_tokens, state.cache_tokens_at_most = (
-                like.reported_cache_tokens,
-                like.cache_tokens_at_most,
-            )
-            state.reported_slots = like.reported_slots
+            mine, theirs = state.reported, like.reported
+            mine.cache_tokens, mine.cache_tokens_at_most = theirs.cache_tokens, theirs.cache_tokens_at_most
+            mine.slots = theirs.slots
         allow(state, now)
         equip(state, self._pools.of(state.endpoint.tier))
         if self._restoring is not None and spec.tier == 1:
@@ -304,7 +302,7 @@ class EndpointSet:
         self._trials_version = version
         members = self._states.values()
         down = [one for one in members if not (one.draining or one.dormant) and is_unreachable(one)]
-        free = [(state, _trial_at(state)) for state in down if state.trial is None]
+        free = [(state, _trial_at(state)) for state in down if state.standing.trial is None]
         self._trial_at = min((at for _, at in free), default=inf)
         ready = [state for state, at in free if at <= now]
         named = [state for state in ready if model is None or (state.models is not None and model in state.models)]
@@ -362,10 +360,10 @@ class EndpointSet:
         if state is None or state.health is not Health.DOWN:
             return 0.0
         between_s = max(DIAL_S, DIAL_ANY_S * len(self.serving.down))
-        wait_s = state.dialled_at + between_s - now
+        wait_s = state.standing.dialled_at + between_s - now
         if wait_s > 0.0:
             return wait_s
-        state.dialled_at = now
+        state.standing.dialled_at = now
         return 0.0
 
     def check(self, *, now: float) -> list[EndpointUid]:
@@ -393,7 +391,7 @@ class EndpointSet:
     def scrape_sent(self, uid: EndpointUid) -> None:
         """Note that a scrape is sent: from the load that it will report, our own requests are subtracted."""
         for state in self.at_address(uid):
-            state.in_flight_at_scrape = state.requests
+            state.reported.in_flight_at_scrape = state.requests
 
     def report_scrape(self, uid: EndpointUid, metrics: LoadMetrics) -> None:
         """Note a successful scrape. A failed scrape is not reported: the old values age."""
@@ -404,7 +402,7 @@ class EndpointSet:
         if began_at is not None and metrics.started_at not in {None, began_at}:
             self._renewed(state)
         queued = note_scrape(state, metrics, self._stale_after_s)
-        if metrics.slots is not None and metrics.slots != state.reported_slots:
+        if metrics.slots is not None and metrics.slots != state.reported.slots:
             self.report_slots(uid, metrics.slots)
         if self._pool is not None:
             state.load.scraped(metrics, others=state.others, queued=queued, fresh_until=state.fresh_until)
@@ -420,7 +418,7 @@ class EndpointSet:
         """
         state = self._states.get(uid)
         if state is not None:
-            state.reported_cache_tokens, state.cache_tokens_at_most = tokens, at_most
+            state.reported.cache_tokens, state.reported.cache_tokens_at_most = tokens, at_most
             if self._pool is not None:
                 state.load.kv.size_reported(float(tokens), at_most=at_most)
         return state
@@ -431,7 +429,7 @@ class EndpointSet:
         """
         state = self._states.get(uid)
         if state is not None:
-            state.reported_slots = slots
+            state.reported.slots = slots
             if self._pool is not None:
                 state.load.room.slots.limit_reported(slots)
         return state
@@ -441,8 +439,8 @@ class EndpointSet:
         is not its part.
         """
         for state in self.at_address(uid):
-            if state.reported_handover != handover:
-                state.reported_handover = handover
+            if state.reported.handover != handover:
+                state.reported.handover = handover
                 self._assign_roles()
 
     def _assign_roles(self) -> None:
@@ -456,24 +454,24 @@ class EndpointSet:
             return None
         if report.restarted:
             self._renewed(state)
-        before, state.cached_tokens = state.measured_cache_tokens, report.tokens
-        state.measured_cache_tokens = report.size_tokens or before
+        before, state.reported.cached_tokens = state.reported.measured_cache_tokens, report.tokens
+        state.reported.measured_cache_tokens = report.size_tokens or before
         if self._pool is not None:
             state.load.cache_reported(report)
-        return state if report.restarted or report.cleared or state.measured_cache_tokens != before else None
+        return state if report.restarted or report.cleared or state.reported.measured_cache_tokens != before else None
 
     def _renewed(self, state: EndpointState) -> None:
         """The process that an endpoint was is gone, and with it all that it said of itself; what it refused does not
         count any more. Its models are kept until they are read again, as no request could be placed without.
         """
-        state.process += 1
-        state.reported_cache_tokens, state.cache_tokens_at_most = None, False
-        state.cached_tokens = state.measured_cache_tokens = state.reported_slots = None
-        if state.reported_handover is not None:
-            state.reported_handover = None
+        state.standing.process += 1
+        state.reported.cache_tokens, state.reported.cache_tokens_at_most = None, False
+        state.reported.cached_tokens = state.reported.measured_cache_tokens = state.reported.slots = None
+        if state.reported.handover is not None:
+            state.reported.handover = None
             self._assign_roles()
         if state.endpoint.tier == 1:
-            state.refusals, state.backing_off_until = 0, -inf
+            state.standing.refusals, state.backing_off_until = 0, -inf
         if self._pool is not None:
             state.load.forget_reports()
         self.serving.changed(state)
@@ -492,7 +490,7 @@ class EndpointSet:
         """Set whether requests to an endpoint ask for load reports."""
         state = self._states.get(uid)
         if state is not None:
-            state.asks_load = ask
+            state.reported.asks_load = ask
 
     def report_load(self, state: EndpointState, report: LoadReport | None, *, has_first_byte: bool, now: float) -> None:
         """Note the load report that came with a response; None = it was malformed. What it contains is current.
@@ -500,9 +498,9 @@ class EndpointSet:
         `has_first_byte`: the request that brought it is not among those that await their first byte.
         """
         if report is None:
-            state.malformed_reports += 1
+            state.reported.malformed_reports += 1
             return
-        state.load_reports += 1
+        state.reported.load_reports += 1
         if report == _NO_REPORT:
             return
         queued = note_load(state, report, self._stale_after_s, has_first_byte=has_first_byte, now=now)
@@ -527,9 +525,9 @@ class EndpointSet:
 
 def _trial_at(state: EndpointState) -> float:
     """When the next request may try it."""
-    return max(state.tried_at + TRIAL_S, state.dialled_at + DIAL_S)
+    return max(state.standing.tried_at + TRIAL_S, state.standing.dialled_at + DIAL_S)
 
 
 def _sleeps(state: EndpointState, now: float) -> bool:
     """Whether an engine that lbproxy does not wake sleeps: it would answer nothing until somebody else wakes it."""
-    return state.metrics is not None and state.metrics.asleep and now <= state.scrape_until
+    return state.metrics is not None and state.metrics.asleep and now <= state.reported.scrape_until

@@ -56,7 +56,7 @@ class HangWatch:
         self._looked_at = now
         found = []
         for state in states:
-            progress = state.progress
+            progress = state.standing.progress
             if late or not self._is_busy(state, now):
                 progress.silent_since = now
             elif self.silence_s is not None:
@@ -72,10 +72,10 @@ class HangWatch:
         `stream`: these requests stream, so that their first byte should arrive soon.
         """
         if state.health in {Health.EJECTED, Health.HALF_OPEN}:
-            return state.breaker.cause is Cause.NO_PROGRESS
+            return state.standing.breaker.cause is Cause.NO_PROGRESS
         if state.health is not Health.DOWN:
             return False
-        progress, metrics = state.progress, state.metrics
+        progress, metrics = state.standing.progress, state.metrics
         heard_at = max(progress.last_at, progress.failing_since)
         if metrics is not None:
             if stream and max(progress.last_at, metrics.scraped_at) < progress.failing_since:
@@ -86,7 +86,7 @@ class HangWatch:
 
     def makes_progress(self, state: EndpointState, since: float, now: float) -> bool:
         """Whether the endpoint showed work recently, and after `since`: a time-out there is not its fault."""
-        progress = state.progress
+        progress = state.standing.progress
         silence_s = max(self._silence_s, PATIENCE_FACTOR * progress.interval_s)
         return now - progress.last_at < silence_s and progress.last_at > since
 
@@ -96,18 +96,18 @@ class HangWatch:
 
     @staticmethod
     def _is_busy(state: EndpointState, now: float) -> bool:
-        known = now <= state.scrape_until and state.progress.shows_work
+        known = now <= state.reported.scrape_until and state.standing.progress.shows_work
         if state.health is not Health.UP:
-            trial = state.trial
+            trial = state.standing.trial
             if trial is None or state.health is not Health.HALF_OPEN:
                 return False
-            return known or trial.stream or state.breaker.cause is Cause.NO_PROGRESS
-        expected = state.in_flight - state.progress.open_ended
+            return known or trial.stream or state.standing.breaker.cause is Cause.NO_PROGRESS
+        expected = state.in_flight - state.standing.progress.open_ended
         return (expected if known else expected - state.awaiting_first_byte) >= MIN_REQUESTS
 
     def _patience_s(self, state: EndpointState, now: float) -> float:
-        patience_s = max(self._silence_s, PATIENCE_FACTOR * state.progress.interval_s)
-        if state.trial is not None and not state.trial.stream:
+        patience_s = max(self._silence_s, PATIENCE_FACTOR * state.standing.progress.interval_s)
+        if state.standing.trial is not None and not state.standing.trial.stream:
             patience_s *= NON_STREAMING_FACTOR
         if self.has_loads:
             patience_s = max(patience_s, PATIENCE_FACTOR * state.load.next_first_byte_s(now))
@@ -115,7 +115,9 @@ class HangWatch:
 
 
 def _another_progresses(states: Iterable[EndpointState], silent: EndpointState, since: float) -> bool:
-    return any(one is not silent and one.progress.last_at > since and _share_a_model(one, silent) for one in states)
+    return any(
+        one is not silent and one.standing.progress.last_at > since and _share_a_model(one, silent) for one in states
+    )
 
 
 def _share_a_model(one: EndpointState, other: EndpointState) -> bool:

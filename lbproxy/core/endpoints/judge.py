@@ -24,7 +24,6 @@ from lbproxy.core.endpoints.breaker import FAULTS, TIME_OUTS, Breaker, Cause
 from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.endpoints.hang import HangWatch
 from lbproxy.core.endpoints.health import Event, Health, Transition
-from lbproxy.core.endpoints.progress import Progress
 from lbproxy.core.endpoints.serving import Serving
 from lbproxy.core.endpoints.slow_start import SlowStart
 from lbproxy.core.endpoints.state import EndpointState, Trial
@@ -87,7 +86,7 @@ class Judge:
         self.slow_start.duration_s = settings.slow_start
         self.progress.silence_s = breaker.no_progress
         for state in states:
-            state.breaker.settings = breaker
+            state.standing.breaker.settings = breaker
 
     # Membership
 
@@ -95,18 +94,18 @@ class Judge:
         """Note that `state` is new. An endpoint that is not probed is up until requests fail. `like`: another one at
         its address, which says whether the server is up.
         """
-        state.breaker, state.progress = Breaker(self._breaker), Progress()
+        state.standing.breaker = Breaker(self._breaker)
         if like is not None:
             is_known = like.health in {Health.STARTING, Health.DOWN}
             state.health = like.health if is_known else Health.UP  # the breaker judges each rank by itself
-            state.was_up = like.was_up
+            state.standing.was_up = like.standing.was_up
         elif state.endpoint.health is None:
             state.health = Health.UP
             self._came_up(state, now)
 
     def key_changed(self, state: EndpointState, *, now: float) -> None:
         """Note that lbproxy sends another key from now on."""
-        if state.health is Health.EJECTED and state.breaker.cause is Cause.KEY:
+        if state.health is Health.EJECTED and state.standing.breaker.cause is Cause.KEY:
             self._move(state, Event.EJECTION_ENDED, "it gets another key", now=now)
 
     def probing_stopped(self, state: EndpointState, *, now: float) -> None:
@@ -128,8 +127,8 @@ class Judge:
         `refused`: no process listens there.
         """
         if refused:
-            if not state.refused_connection:
-                state.refused_connection = True
+            if not state.standing.refused_connection:
+                state.standing.refused_connection = True
                 self._process_ended(state, False)
         elif ok:
             self._reached(state)
@@ -137,15 +136,15 @@ class Judge:
         if ok and not is_probed:
             return
         if not ok and not state.failures_in_row and state.health is not Health.DOWN:
-            state.progress.failing_since = now
+            state.standing.progress.failing_since = now
         state.failures_in_row = 0 if ok else state.failures_in_row + 1
-        state.passes_in_row = state.passes_in_row + 1 if ok else 0
+        state.standing.passes_in_row = state.standing.passes_in_row + 1 if ok else 0
         first = state.health is Health.STARTING
         if not ok and is_probed and (first or state.failures_in_row >= self._fall):
             self._move(state, Event.UNHEALTHY, reason, now=now)
-        elif ok and (first or state.passes_in_row >= self._rise):
-            may_prove = state.health is Health.HALF_OPEN and state.trial is None
-            if may_prove and state.breaker.cause in _PROBES_SUFFICE:
+        elif ok and (first or state.standing.passes_in_row >= self._rise):
+            may_prove = state.health is Health.HALF_OPEN and state.standing.trial is None
+            if may_prove and state.standing.breaker.cause in _PROBES_SUFFICE:
                 self._move(state, Event.RECOVERED, reason, now=now)
             else:
                 self._move(state, Event.HEALTHY, reason, now=now)
@@ -186,24 +185,24 @@ class Judge:
         if kind is FailureKind.CONNECT:
             for one in state.at_address:
                 self.probed(one, False, detail, now=now, refused=refused)
-        if state.breaker.refuses_key(kind, flow):
+        if state.standing.breaker.refuses_key(kind, flow):
             if state.health in {Health.UP, Health.HALF_OPEN}:
                 self._eject(state, Cause.KEY, f"it refuses the key that lbproxy sends: {detail}", now)
         elif trial and state.health is Health.HALF_OPEN and _counts_as_failure(kind):
-            cause = _CAUSES.get(kind, state.breaker.cause)
+            cause = _CAUSES.get(kind, state.standing.breaker.cause)
             self._eject(state, cause, f"the trial request failed: {detail}", now)
         elif _counts_as_failure(kind):
             self._count(state, kind, detail, now)
 
     def response_broke(self, state: EndpointState, *, timed_out: bool, placed_at: float, now: float) -> None:
         """Note that a response broke after its first byte, which was counted as a success."""
-        state.breaker.successes = max(0, state.breaker.successes - 1)
+        state.standing.breaker.successes = max(0, state.standing.breaker.successes - 1)
         if not (timed_out and self.progress.makes_progress(state, placed_at, now)):
             self._count(state, None, "a response broke", now)
 
     def _count(self, state: EndpointState, kind: FailureKind | None, detail: str, now: float) -> None:
         if state.health is Health.UP and not state.removed:
-            verdict = state.breaker.fault(kind, now)
+            verdict = state.standing.breaker.fault(kind, now)
             if verdict is not None:
                 cause, reason = verdict
                 self._eject(state, cause, f"{reason}, the last: {detail}", now)
@@ -214,14 +213,14 @@ class Judge:
         """Note that a request was placed on `state`, which is not up. Returns its trial; None if it is not a trial, but
         was placed there because there are too few endpoints.
         """
-        if state.trial is not None or self._serving.is_readmitted(state) or state.removed:
+        if state.standing.trial is not None or self._serving.is_readmitted(state) or state.removed:
             return None
-        state.trial = Trial(stream=stream)
-        state.tried_at = now
+        state.standing.trial = Trial(stream=stream)
+        state.standing.tried_at = now
         for one in state.at_address:
-            one.dialled_at = now
+            one.standing.dialled_at = now
         self._serving.changed(state)
-        return state.trial
+        return state.standing.trial
 
     def trial_ended(self, state: EndpointState, outcome: Outcome, *, now: float) -> None:
         """Note that a trial ticket closes, with neither the first byte of a successful response nor a failure."""
@@ -244,9 +243,9 @@ class Judge:
 
     @staticmethod
     def _release_trial(state: EndpointState) -> None:
-        if state.trial is not None:
-            state.trial.ended = True
-            state.trial = None
+        if state.standing.trial is not None:
+            state.standing.trial.ended = True
+            state.standing.trial = None
 
     # Time
 
@@ -255,10 +254,10 @@ class Judge:
         self.due_at = inf
         for state in states:
             if state.health is Health.EJECTED:
-                if state.breaker.until <= now:
+                if state.standing.breaker.until <= now:
                     self._move(state, Event.EJECTION_ENDED, "one trial request at a time is allowed", now=now)
                 else:
-                    self.due_at = min(self.due_at, state.breaker.until)
+                    self.due_at = min(self.due_at, state.standing.breaker.until)
 
     def check(self, states: Sequence[EndpointState], *, now: float) -> None:
         """Apply what time alone changes, once a second."""
@@ -266,16 +265,16 @@ class Judge:
             self.end_ejections(states, now=now)
         self.slow_start.expire(now)
         for state in states:
-            state.breaker.rotate(now)
+            state.standing.breaker.rotate(now)
         for state, reason in self.progress.hung(states, now):
             self._eject(state, Cause.NO_PROGRESS, reason, now)
 
     # The state machine
 
     def _eject(self, state: EndpointState, cause: Cause, reason: str, now: float) -> None:
-        lasts_s = state.breaker.eject(cause, now, self._rng)
-        self.due_at = min(self.due_at, state.breaker.until)
-        state.refusals, state.backing_off_until = 0, -inf  # from now on the breaker decides
+        lasts_s = state.standing.breaker.eject(cause, now, self._rng)
+        self.due_at = min(self.due_at, state.standing.breaker.until)
+        state.standing.refusals, state.backing_off_until = 0, -inf  # from now on the breaker decides
         self._move(state, Event.FAILING, f"{reason}; for {lasts_s:.1f} s", now=now, cause=cause)
 
     def _move(self, state: EndpointState, event: Event, reason: str, *, now: float, cause: Cause | None = None) -> None:
@@ -285,33 +284,33 @@ class Judge:
         if state.health is before:
             return
         self._release_trial(state)
-        state.passes_in_row = 0
+        state.standing.passes_in_row = 0
         if state.health in {Health.UP, Health.DOWN}:
             state.failures_in_row = 0  # else probes go on failing, and an ejection must not delay DOWN
         if state.health is Health.UP:
             self._reached(state)
-            state.breaker.reset()
+            state.standing.breaker.reset()
             self._came_up(state, now)
         else:
             self.slow_start.end(state)
         if state.health is Health.DOWN:
-            state.dialled_at = now
+            state.standing.dialled_at = now
         self._serving.changed(state)
         if self._serving.is_readmitted(state):
             reason += "; used although ejected, as less than half would be left"
         self.transitions.append(Transition(state.endpoint, before, state.health, reason, cause))
 
     def _reached(self, state: EndpointState) -> None:
-        if state.refused_connection:
-            state.refused_connection = False
+        if state.standing.refused_connection:
+            state.standing.refused_connection = False
             self._process_ended(state, True)
 
     def _came_up(self, state: EndpointState, now: float) -> None:
         if self._first_up_at is None:
             self._first_up_at = now
-        if state.was_up or now - self._first_up_at > OWN_START_S:
+        if state.standing.was_up or now - self._first_up_at > OWN_START_S:
             self.slow_start.begin(state, now)
-        state.was_up = True
+        state.standing.was_up = True
 
 
 def _counts_as_failure(kind: FailureKind) -> bool:

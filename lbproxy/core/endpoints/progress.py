@@ -27,6 +27,7 @@ class Progress:
         "metric_changes",
         "open_ended",
         "silent_since",
+        "tokens_streamed",
     )
 
     def __init__(self) -> None:
@@ -40,6 +41,8 @@ class Progress:
         """How often its metrics changed with its work."""
         self.open_ended = 0
         """Requests in flight whose silence shows nothing: WebSockets, whose clients may be idle."""
+        self.tokens_streamed = 0
+        """Tokens of streams since the endpoint was added."""
         self.interval_s = 0.0
         """The longest recent interval between two changes."""
         self._busy_since = inf

@@ -347,7 +347,7 @@ class Serving:
 
 def accepts_requests(state: EndpointState) -> bool:
     """Whether the breaker lets requests through: all of them, or one that tries the endpoint."""
-    return state.health is Health.UP or (state.health is Health.HALF_OPEN and state.trial is None)
+    return state.health is Health.UP or (state.health is Health.HALF_OPEN and state.standing.trial is None)
 
 
 def why_not(state: EndpointState) -> str:
@@ -356,4 +356,4 @@ def why_not(state: EndpointState) -> str:
 
 
 def _is_reachable(state: EndpointState) -> bool:
-    return state.breaker.cause not in USELESS
+    return state.standing.breaker.cause not in USELESS

@@ -37,6 +37,64 @@ class Trial:
         """It has decided, and counts like any other request now."""
 
 
+class Standing:
+    """How an endpoint stands beside its `health`: what its trials, probes and requests showed. Owned by `Judge`."""
+
+    passes_in_row: int = 0
+    """Passed probes in a row."""
+    refusals: int = 0
+    """Attempts in a row that it refused or failed, without a successful response between."""
+    trial: Trial | None = None
+    """The request that tries it and has no response yet, while it is half open or down."""
+    tried_at: float = float("-inf")
+    """When the last trial was placed."""
+    dialled_at: float = float("-inf")
+    """When a probe or a trial was last sent to it while it was down."""
+    woken_at: float = float("-inf")
+    """When it was awake again after it had slept or had not been there: see `core.sleeping`."""
+    was_up: bool = False
+    """It took requests before."""
+    refused_connection: bool = False
+    """It refused a connection since it was last up, so that another process may listen there now."""
+    process: int = 0
+    """Another number for each process at its address, as far as they are seen to be others: what is known of one is
+    kept with this, or dropped with it (`EndpointSet`)."""
+    breaker: Breaker
+    """The results of its requests. Set by the endpoint set."""
+
+    def __init__(self) -> None:
+        self.progress = Progress()
+        """What it showed of its work."""
+
+
+class EndpointReports:
+    """What an endpoint said of itself besides its `metrics`, and other replicas of it. Owned by the endpoint set."""
+
+    elsewhere_awaiting: int = 0
+    """Requests of other replicas here that have no first byte: see `EndpointState.elsewhere`."""
+    others_running: float = 0.0
+    """Requests of others that did not wait, by the last scrape."""
+    scrape_until: float = float("-inf")
+    """Until when values that only scrapes report are fresh."""
+    in_flight_at_scrape: int = 0
+    """Our own requests in flight when the current scrape was sent."""
+    asks_load: bool = False
+    """Requests to it ask for load reports."""
+    load_reports: int = 0
+    """Load reports that could be read."""
+    malformed_reports: int = 0
+    cache_tokens: int | None = None
+    """The KV cache size that it reports outside its metrics (`core.engines.server_info`)."""
+    cache_tokens_at_most: bool = False  # the size is an upper bound
+    measured_cache_tokens: int | None = None
+    """The KV cache size that its KV events show."""
+    cached_tokens: int | None = None
+    """Tokens in its prefix cache, counted from its KV events; None = not known."""
+    slots: int | None = None  # how many requests it reports to run at once
+    handover: Handover | None = None
+    """What its engine says of its part where prefill and decode are apart; None: nothing."""
+
+
 class EndpointState:
     """Everything the Balancer knows of one endpoint. Owned by `core.endpoints.endpoint_set`; all others only
     read it.
@@ -50,18 +108,12 @@ class EndpointState:
     """It is not a member of the set any more."""
     failures_in_row: int = 0
     """Failed probes and connections in a row."""
-    passes_in_row: int = 0
-    """Passed probes in a row."""
     in_flight: int = 0
     """Tickets placed here and not closed: our own, exact and current."""
     elsewhere: int = 0
     """Requests of other replicas in flight here, as far as is known (`core.replicas`)."""
-    elsewhere_awaiting: int = 0
-    """Requests of other replicas here that have no first byte."""
     awaiting_first_byte: int = 0
     """Tickets of `in_flight` without a first byte."""
-    tokens_streamed: int = 0
-    """Tokens reported by `progress` since the endpoint was added."""
     placed: int = 0
     """Tickets ever placed here."""
     placed_seq: int = 0
@@ -72,73 +124,33 @@ class EndpointState:
     others: float | None = None
     """Requests in the last scrape that are not ours: max(0, waiting + running - ours at that time). A later load report
     updates those of them that wait."""
-    others_running: float = 0.0
-    """Requests of `others` that did not wait, by the last scrape."""
-    scrape_until: float = float("-inf")
-    """Until when values that only scrapes report are fresh."""
-    asks_load: bool = False
-    """Requests to it ask for load reports."""
     reported_at: float = float("-inf")
     """When the last load report arrived."""
-    load_reports: int = 0
-    """Load reports that could be read."""
-    malformed_reports: int = 0
-    in_flight_at_scrape: int = 0
-    """Our own requests in flight when the current scrape was sent."""
     fresh_until: float = float("-inf")
     """Until when `metrics` is fresh."""
     models: dict[str, ModelCard] | None
     """By id; None = never listed. Kept when the endpoint goes down."""
-    reported_cache_tokens: int | None = None
-    """The KV cache size that it reports outside its metrics (`core.engines.server_info`)."""
-    cache_tokens_at_most: bool = False  # the size is an upper bound
-    cached_tokens: int | None = None
-    """Tokens in its prefix cache, counted from its KV events; None = not known."""
-    measured_cache_tokens: int | None = None
-    """The KV cache size that its KV events show."""
-    reported_slots: int | None = None  # how many requests it reports to run at once
-    refusals: int = 0
-    """Attempts in a row that it refused or failed, without a successful response between."""
     backing_off_until: float = float("-inf")
     """Until then it gets requests only if there are no other candidates, and above tier 1 none: see
     `core.endpoints.backpressure`."""
     allowance: Allowance | None = None
     """What its own limits leave of it; None = it has none."""
-    trial: Trial | None = None
-    """The request that tries it and has no response yet, while it is half open or down."""
-    tried_at: float = float("-inf")
-    """When the last trial was placed."""
-    dialled_at: float = float("-inf")
-    """When a probe or a trial was last sent to it while it was down."""
-    woken_at: float = float("-inf")
-    """When it was awake again after it had slept or had not been there: see `core.sleeping`."""
-    was_up: bool = False
-    """It took requests before."""
     slow_since: float | None = None
     """When its slow start began; None: it has none. See `core.endpoints.slow_start`."""
     slow_credit: float = 0.0
     """Requests that it may get during the slow start."""
-    process: int = 0
-    """Another number for each process at its address, as far as they are seen to be others: what is known of one is
-    kept with this, or dropped with it (`EndpointSet`)."""
-    refused_connection: bool = False
-    """It refused a connection since it was last up, so that another process may listen there now."""
     handover: Handover = WHOLE_SERVER
     """Its part where prefill and decode are apart."""
-    reported_handover: Handover | None = None
-    """What its engine says of that; None: nothing."""
     siblings: Sequence[EndpointState] = ()
     """The other ranks of its address: what happens to the address happens to all of them."""
-    progress: Progress
-    """What it showed of its work. Set by the endpoint set."""
-    breaker: Breaker
-    """The results of its requests. Set by the endpoint set."""
     load: LoadModel
     """Its work and speed. Set only under policies that need it (`Policy.block_bytes`)."""
 
     def __init__(self, endpoint: Endpoint, models: dict[str, ModelCard] | None = None) -> None:
         self.endpoint = endpoint
         self.models = models
+        self.standing = Standing()
+        self.reported = EndpointReports()
 
     @property
     def requests(self) -> int:
@@ -166,13 +178,13 @@ def equip(state: EndpointState, pool: PoolModel | None) -> None:
     """Give it a load model that knows what the endpoint reported of itself; none without a pool."""
     if pool is None:
         return
-    state.load = LoadModel(pool, state.endpoint.kv_cache_tokens)
-    if state.reported_cache_tokens is not None:
-        state.load.kv.size_reported(float(state.reported_cache_tokens), at_most=state.cache_tokens_at_most)
-    if state.measured_cache_tokens is not None:
-        state.load.kv.size_measured(float(state.measured_cache_tokens))
-    if state.reported_slots is not None:
-        state.load.room.slots.limit_reported(state.reported_slots)
+    reported, state.load = state.reported, LoadModel(pool, state.endpoint.kv_cache_tokens)
+    if reported.cache_tokens is not None:
+        state.load.kv.size_reported(float(reported.cache_tokens), at_most=reported.cache_tokens_at_most)
+    if reported.measured_cache_tokens is not None:
+        state.load.kv.size_measured(float(reported.measured_cache_tokens))
+    if reported.slots is not None:
+        state.load.room.slots.limit_reported(reported.slots)
 
 
 def has_more(state: EndpointState) -> bool:
@@ -188,7 +200,7 @@ def rank_of(state: EndpointState) -> int:
 
 def is_unreachable(state: EndpointState) -> bool:
     """No connection could be made, or its health checks fail."""
-    cause = state.breaker.cause
+    cause = state.standing.breaker.cause
     return state.health is Health.DOWN or (state.health is Health.EJECTED and cause is Cause.UNREACHABLE)
 
 
@@ -207,7 +219,7 @@ def assign_roles(states: Iterable[EndpointState]) -> bool:
     """Set the part of each endpoint where prefill and decode are apart. Returns whether any has a role."""
     found = False
     for state in states:
-        state.handover = handover_of(state.endpoint, state.reported_handover)
+        state.handover = handover_of(state.endpoint, state.reported.handover)
         found = found or state.handover.role is not Role.BOTH
     return found
 
@@ -229,13 +241,13 @@ def note_scrape(state: EndpointState, metrics: LoadMetrics, stale_after_s: float
     """Note a successful scrape. Returns how many requests wait in the endpoint that are not ours."""
     before, placed = state.metrics, state.placed
     others = (state.others or 0.0) + state.elsewhere
-    state.progress.scraped(metrics, before, placed=placed, in_flight=state.in_flight, others=others)
+    state.standing.progress.scraped(metrics, before, placed=placed, in_flight=state.in_flight, others=others)
     state.metrics = metrics
-    state.fresh_until = state.scrape_until = metrics.scraped_at + stale_after_s
-    queued = max(0.0, (metrics.waiting or 0.0) - state.awaiting_first_byte - state.elsewhere_awaiting)
+    state.fresh_until = state.reported.scrape_until = metrics.scraped_at + stale_after_s
+    queued = max(0.0, (metrics.waiting or 0.0) - state.awaiting_first_byte - state.reported.elsewhere_awaiting)
     requests = metrics.requests
-    state.others = None if requests is None else max(0.0, requests - state.in_flight_at_scrape)
-    state.others_running = max(0.0, (state.others or 0.0) - queued)
+    state.others = None if requests is None else max(0.0, requests - state.reported.in_flight_at_scrape)
+    state.reported.others_running = max(0.0, (state.others or 0.0) - queued)
     return queued
 
 
@@ -246,7 +258,7 @@ def note_load(
     that is not known. `has_first_byte`: see `EndpointSet.report_load`.
     """
     state.reported_at = now
-    known, fresh = state.metrics or NO_METRICS, state.metrics if now <= state.scrape_until else None
+    known, fresh = state.metrics or NO_METRICS, state.metrics if now <= state.reported.scrape_until else None
     gauges = fresh or NO_METRICS
     waiting, running, kv_utilization = report
     if waiting is not None and gauges.deferred:  # it says nothing of reasons
@@ -273,10 +285,10 @@ def note_load(
     # vLLM reports only its queue. Of our requests at most those without a first byte are in it. How many requests of
     # others run, only a scrape shows.
     known_waiting = metrics.waiting or 0.0
-    awaiting = state.awaiting_first_byte + state.elsewhere_awaiting
+    awaiting = state.awaiting_first_byte + state.reported.elsewhere_awaiting
     queued = max(0.0, known_waiting - (awaiting - (not has_first_byte)))
     if running is None:
-        state.others = queued + (0.0 if fresh is None else state.others_running)
+        state.others = queued + (0.0 if fresh is None else state.reported.others_running)
     else:
         state.others = max(0.0, known_waiting + running - state.requests)
     return queued
@@ -340,20 +352,20 @@ def snapshot_of(state: EndpointState, share: float, readmitted: bool, now: float
         in_flight=state.in_flight,
         awaiting_first_byte=state.awaiting_first_byte,
         placed=state.placed,
-        tokens_streamed=state.tokens_streamed,
+        tokens_streamed=state.standing.progress.tokens_streamed,
         metrics=state.metrics,
         metrics_age_s=None if state.metrics is None else max(0.0, now - state.metrics.scraped_at),
         stale=now > state.fresh_until,
         models=None if state.models is None else tuple(state.models),
-        asks_load=state.asks_load,
-        load_reports=state.load_reports,
-        malformed_reports=state.malformed_reports,
+        asks_load=state.reported.asks_load,
+        load_reports=state.reported.load_reports,
+        malformed_reports=state.reported.malformed_reports,
         removed=state.removed,
         elsewhere=state.elsewhere,
         handover=state.handover,
-        kv_cached_tokens=state.cached_tokens,
+        kv_cached_tokens=state.reported.cached_tokens,
         kv_fill=_fill(state),
-        reported_handover=state.reported_handover,
+        reported_handover=state.reported.handover,
         dormant=state.dormant,
         limits_used=() if state.allowance is None else state.allowance.used(state.requests, now),
     )
@@ -361,10 +373,10 @@ def snapshot_of(state: EndpointState, share: float, readmitted: bool, now: float
 
 def _fill(state: EndpointState) -> float | None:
     """The share of the cache that holds something, by the size that counts for placing: see `KvModel`."""
-    metrics, size = state.metrics, state.endpoint.kv_cache_tokens
+    metrics, reported, size = state.metrics, state.reported, state.endpoint.kv_cache_tokens
     if size is None and metrics is not None:
         size = metrics.kv_tokens
-    if size is None and not state.cache_tokens_at_most:
-        size = state.reported_cache_tokens
-    size = size or state.measured_cache_tokens
-    return None if size is None or state.cached_tokens is None else min(1.0, state.cached_tokens / size)
+    if size is None and not reported.cache_tokens_at_most:
+        size = reported.cache_tokens
+    size, cached = size or reported.measured_cache_tokens, reported.cached_tokens
+    return None if size is None or cached is None else min(1.0, cached / size)

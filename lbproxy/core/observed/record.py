@@ -177,6 +177,6 @@ def _note_tier(record: RequestRecord, ticket: Ticket) -> None:
 
 def _note_wake(record: RequestRecord, ticket: Ticket) -> None:
     state, asked_at = ticket.placed_on, ticket.submitted_at
-    is_awake = state is not None and ticket.wait is Wait.WAKING and state.woken_at >= asked_at
+    is_awake = state is not None and ticket.wait is Wait.WAKING and state.standing.woken_at >= asked_at
     record.wake_predicted_s = ticket.wakes_in_s
-    record.wake_took_s = state.woken_at - asked_at if is_awake and state is not None else None
+    record.wake_took_s = state.standing.woken_at - asked_at if is_awake and state is not None else None

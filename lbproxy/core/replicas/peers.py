@@ -231,7 +231,7 @@ class Peers:
         ticket.flow = self._flows.of(request.flow, now)
         ticket.state, ticket.placed_on, ticket.placed_at = TicketState.PLACED, state, now - age_s
         state.elsewhere += 1
-        state.elsewhere_awaiting += 1
+        state.reported.elsewhere_awaiting += 1
         if self._endpoints.has_loads and not request.open_ended:
             ticket.load = state.load
             ticket.placement = ticket.load.place(request, at)
@@ -244,7 +244,7 @@ class Peers:
         age_s = one.age_ms / 1000.0
         ticket.first_byte_at = now - age_s
         state, load, placement = ticket.placed_state, ticket.load, ticket.placement
-        state.elsewhere_awaiting -= 1
+        state.reported.elsewhere_awaiting -= 1
         if load is None or placement is None:
             return
         if age_s <= MAX_AGE_S:
@@ -280,7 +280,7 @@ class Peers:
         ticket.state = TicketState.CLOSED
         state.elsewhere -= 1
         if ticket.first_byte_at is None:
-            state.elsewhere_awaiting -= 1
+            state.reported.elsewhere_awaiting -= 1
         served = ticket.first_byte_at is not None or (completed and usage is not None)
         self._flows.ended(ticket, usage, at, served=served)
         if ticket.load is not None and ticket.placement is not None:

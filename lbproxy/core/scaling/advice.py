@@ -93,7 +93,7 @@ class _ModelGroup:
         before, self.looked_at = self.streamed, now
         if self.states:
             self.listed_at = now
-        self.streamed = {one.endpoint.uid: one.tokens_streamed for one in self.states}
+        self.streamed = {one.endpoint.uid: one.standing.progress.tokens_streamed for one in self.states}
         return for_s, sum(tokens - before.get(uid, tokens) for uid, tokens in self.streamed.items())
 
 

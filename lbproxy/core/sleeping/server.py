@@ -111,7 +111,7 @@ class SleepServer:
     @property
     def has_refused(self) -> bool:
         """Nothing listens at its address."""
-        return self.states[0].refused_connection
+        return self.states[0].standing.refused_connection
 
     @property
     def has_memory(self) -> bool:
@@ -126,7 +126,7 @@ class SleepServer:
     @property
     def stranded(self) -> int:
         """Those of our requests that only a wake would end: not WebSockets, which may stay open."""
-        return sum(state.in_flight - state.progress.open_ended for state in self.states)
+        return sum(state.in_flight - state.standing.progress.open_ended for state in self.states)
 
     @property
     def is_drained_by_operator(self) -> bool:

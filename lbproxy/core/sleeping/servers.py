@@ -210,7 +210,7 @@ class Servers:
             server.occupies = False
         if after is Phase.AWAKE:
             for state in server.states:
-                state.woken_at = now
+                state.standing.woken_at = now
         if after is Phase.AWAKE and before is Phase.WAKING:
             server.wakes.add(lasted_s)
             server.succeeded()

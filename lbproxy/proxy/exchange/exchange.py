@@ -211,8 +211,9 @@ class Exchange(ABC):
         request = as_named_by(state.endpoint, request)
         forwarded = self.client.peer.lines(request.fields, http10=request.http10)
         endpoint, bound = state.endpoint, self.placed.max_tier
+        asks = state.reported.asks_load
         head = request.head_for(
-            endpoint, record.attempt_id, forwarded, ask_load=state.asks_load, trace=record.trace, max_tier=bound
+            endpoint, record.attempt_id, forwarded, ask_load=asks, trace=record.trace, max_tier=bound
         )
         connection.send(request.method, head, request.pieces or request.body, self, limits)
 

@@ -210,7 +210,7 @@ class SplitRequest:
     def _ask_engine(self, bodies: Bodies) -> None:
         """Mooncake: decode needs the id of prefill's engine."""
         process, ids = self._shared.engine_ids.get(self.endpoint.base_url, (-1, {}))
-        if process == self._state.process:
+        if process == self._state.standing.process:
             self._trusts = True
             self._transfer(bodies, ids)
             return
@@ -231,7 +231,7 @@ class SplitRequest:
             text = f"{self._bootstrap()}/query: no engine id"
             self._owner.first_failed(UpstreamError(FailureKind.PROTOCOL, text))
             return
-        self._shared.engine_ids[self.endpoint.base_url] = self._state.process, ids
+        self._shared.engine_ids[self.endpoint.base_url] = self._state.standing.process, ids
         assert self._bodies is not None
         self._transfer(self._bodies, ids)
 

@@ -417,7 +417,7 @@ def test_one_that_comes_back_from_an_ejection_is_asked_for_its_models_at_once() 
             assert state is not None
             r.balancer._judge._eject(state, Cause.FAULTS, "test", r.runtime.now())
             assert [card.id for card in r.runtime.model_cards()] == ["a"]
-            state.breaker.until = r.runtime.now()
+            state.standing.breaker.until = r.runtime.now()
             r.balancer._judge.due_at = r.runtime.now()
             r.runtime.check()
             await until(lambda: [card.id for card in r.runtime.model_cards()] == ["b"])

@@ -63,7 +63,7 @@ class HealthMachine(RuleBasedStateMachine):
     @rule()
     def submit(self) -> None:
         serving = {
-            name: (state.health, state.trial, self.is_readmitted(state), state.breaker.until)
+            name: (state.health, state.standing.trial, self.is_readmitted(state), state.standing.breaker.until)
             for name, state in self.states.items()
         }
         ticket = self.balancer.submit(request(MODEL), now=self.now)
@@ -123,11 +123,11 @@ class HealthMachine(RuleBasedStateMachine):
             return
         for name, state in self.states.items():
             trials = [ticket.trial for ticket in self.open if ticket.is_trial and ticket.placed_on is state]
-            assert trials == ([] if state.trial is None else [state.trial]), name
+            assert trials == ([] if state.standing.trial is None else [state.standing.trial]), name
             assert not trials or state.health is not Health.UP
             assert 0.1 <= self.balancer._judge.slow_start.share(state, self.now) <= 1.0
             assert self.panic or not self.is_readmitted(state)
-            assert state.health is not Health.EJECTED or state.breaker.until - self.now <= 90.0
+            assert state.health is not Health.EJECTED or state.standing.breaker.until - self.now <= 90.0
 
     def teardown(self) -> None:
         """Whatever was: endpoints that behave are all up again in bounded time, and in use."""
@@ -149,7 +149,7 @@ class HealthMachine(RuleBasedStateMachine):
                 self.balancer.close(ticket, Outcome.COMPLETED, now=self.now)
         self.settle()
         assert set(self.known.values()) == {Health.UP}
-        assert not any(state.trial for state in self.states.values())
+        assert not any(state.standing.trial for state in self.states.values())
 
 
 TestHealth = HealthMachine.TestCase

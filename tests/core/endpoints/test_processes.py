@@ -57,12 +57,12 @@ def a_request_is_refused(balancer: Balancer, state: EndpointState) -> None:
 @pytest.mark.parametrize("shows", [another_start, nothing_listens, a_request_is_refused])
 def test_what_a_process_said_ends_with_it(shows: Callable[[Balancer, EndpointState], None], policy: str) -> None:
     balancer, state = told(policy)
-    before = state.process
+    before = state.standing.process
     shows(balancer, state)
-    said = state.reported_cache_tokens, state.reported_slots, state.reported_handover, state.cached_tokens
+    said = state.reported.cache_tokens, state.reported.slots, state.reported.handover, state.reported.cached_tokens
     assert said == (None, None, None, None)
     assert state.backing_off_until < 2.0, "what it refused"
-    assert state.process == before + 1
+    assert state.standing.process == before + 1
     assert balancer.endpoints.judge.renewed == [state.endpoint.uid], "it is asked at once"
     if policy == "adaptive":
         assert not state.load.kv.known_tokens
@@ -76,5 +76,5 @@ def test_the_same_process_stays_known(started_at: float | None) -> None:
     balancer, state = told()
     page(balancer, state.endpoint.uid, 2.0, started_at)
     balancer.report_health(state.endpoint.uid, False, "a time-out", now=2.0)
-    assert (state.reported_cache_tokens, state.reported_slots, state.process) == (5000, 4, 0)
+    assert (state.reported.cache_tokens, state.reported.slots, state.standing.process) == (5000, 4, 0)
     assert balancer.endpoints.judge.renewed == []

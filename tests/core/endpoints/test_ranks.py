@@ -86,7 +86,7 @@ def test_a_scrape_counts_what_each_rank_has_of_ours_when_it_is_sent() -> None:
     for ticket in tickets:
         balancer.close(ticket, Outcome.COMPLETED, now=1.1)
     states = [balancer.endpoints.by_key[one.key] for one in endpoints]
-    assert [state.in_flight_at_scrape for state in states] == [2, 2]
+    assert [state.reported.in_flight_at_scrape for state in states] == [2, 2]
 
 
 def test_a_server_that_is_found_to_have_ranks_goes_on_as_it_was() -> None:
@@ -100,7 +100,7 @@ def test_a_server_that_is_found_to_have_ranks_goes_on_as_it_was() -> None:
     assert (changes.removed, [one.name for one in changes.added]) == ([whole], ["e1#0", "e1#1"])
     assert [one.health for one in seen(balancer, 100.0).values()][:2] == [Health.UP, Health.UP]
     assert {name_of(balancer.submit(request(), now=100.0)) for _ in range(2)} == {"e1#0", "e1#1"}, "no slow start"
-    assert balancer.endpoints.by_key[changes.added[1].key].reported_cache_tokens == 32_000
+    assert balancer.endpoints.by_key[changes.added[1].key].reported.cache_tokens == 32_000
     balancer.first_byte(running, now=101.0)
     balancer.close(running, Outcome.COMPLETED, now=102.0)
     (again,) = balancer.set_endpoints([spec(1)], now=110.0).added

@@ -85,11 +85,11 @@ class Reference:
 
 
 def _is_open(state: EndpointState) -> bool:
-    return state.health is Health.UP or (state.health is Health.HALF_OPEN and state.trial is None)
+    return state.health is Health.UP or (state.health is Health.HALF_OPEN and state.standing.trial is None)
 
 
 def _is_reachable(state: EndpointState) -> bool:
-    return state.breaker.cause is not Cause.UNREACHABLE
+    return state.standing.breaker.cause is not Cause.UNREACHABLE
 
 
 class ServingMachine(RuleBasedStateMachine):

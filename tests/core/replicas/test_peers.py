@@ -130,10 +130,10 @@ def test_policies_without_models_count_as_well() -> None:
     (ticket,) = place(a)
     b.hears(a.tells(1.0), 1.0)
     (state,) = b.balancer.endpoints.members()
-    assert (state.elsewhere, state.elsewhere_awaiting) == (1, 1)
+    assert (state.elsewhere, state.reported.elsewhere_awaiting) == (1, 1)
     finish(a, [ticket], 2.0)
     b.hears(a.tells(2.0), 2.0)
-    assert (state.elsewhere, state.elsewhere_awaiting) == (0, 0)
+    assert (state.elsewhere, state.reported.elsewhere_awaiting) == (0, 0)
 
 
 def test_keys_of_other_block_sizes_are_not_used() -> None:
@@ -373,7 +373,7 @@ def test_an_endpoint_that_left_keeps_its_requests_until_they_end() -> None:
     assert [state.elsewhere for state in states] == [2, 2]
     finish(a, tickets, 2.0)
     b.hears(a.tells(2.0), 2.0)
-    assert [(state.elsewhere, state.elsewhere_awaiting, state.load.work.in_flight) for state in states] == [
+    assert [(state.elsewhere, state.reported.elsewhere_awaiting, state.load.work.in_flight) for state in states] == [
         (0, 0, 0)
     ] * 2
 
@@ -414,7 +414,7 @@ def test_of_the_reported_queue_only_the_rest_is_of_other_clients() -> None:
     show_gauges(b.balancer, b.endpoints[0].uid, now=2.0, waiting=4.0, running=5.0)
     (state,) = b.balancer.endpoints.members()
     assert state.others == 5.0
-    assert state.others_running == 4.0, "of the four that wait three are ours or of another replica"
+    assert state.reported.others_running == 4.0, "of the four that wait three are ours or of another replica"
 
 
 @pytest.mark.parametrize("own", [True, False])

@@ -325,6 +325,6 @@ def test_a_request_whose_connection_is_refused_shows_that_nothing_listens(listen
             assert (await it.ask(post())).status >= 500
             state = it.balancer._endpoints.get(it.endpoints[0].uid)
             assert state is not None
-            assert state.refused_connection is not listens
+            assert state.standing.refused_connection is not listens
 
     run(main())

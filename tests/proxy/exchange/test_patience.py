@@ -98,7 +98,7 @@ def test_after_the_first_event_silence_counts_and_is_said_to_be_a_time_out() -> 
             assert record.outcome is Outcome.UPSTREAM_BROKE
             state = it.balancer._endpoints.get(it.endpoints[0].uid)
             assert state is not None
-            assert state.progress.last_at < it.runtime.now() - 0.5, "that it was cut is no sign of life"
+            assert state.standing.progress.last_at < it.runtime.now() - 0.5, "that it was cut is no sign of life"
             assert str(record.error).endswith("silent for 0.6 s in the middle of its response after 2 events")
 
     run(main())

@@ -735,7 +735,7 @@ def test_ids_of_an_engine_end_with_its_process(seen: bool) -> None:
                 assert it.seen("e2").health.value == "up"
                 state = it.balancer.endpoints.get(it.endpoints[1].uid)
                 assert state is not None
-                assert not state.breaker.failures, "it is not to blame"
+                assert not state.standing.breaker.failures, "it is not to blame"
 
     run(main())
 

@@ -315,7 +315,7 @@ def test_requests_of_others_count_and_leave_nothing_behind() -> None:
     fleet.settle(5.0)
     for balancer in balancers:
         for state in balancer.endpoints.members():
-            assert (state.in_flight, state.elsewhere, state.elsewhere_awaiting) == (0, 0, 0)
+            assert (state.in_flight, state.elsewhere, state.reported.elsewhere_awaiting) == (0, 0, 0)
             assert state.load.work.in_flight == 0
             assert not state.load.work.pending
             assert state.load.kv.cache.pinned == 0

@@ -126,7 +126,9 @@ def test_with_faults_nothing_is_left_in_the_end() -> None:
     watched.fleet.settle(1.0)
     for number in range(3):
         states = list(balancer(watched.fleet, number).endpoints.members())
-        assert [(one.elsewhere, one.elsewhere_awaiting, one.load.work.in_flight) for one in states] == [(0, 0, 0)] * 3
+        assert [(one.elsewhere, one.reported.elsewhere_awaiting, one.load.work.in_flight) for one in states] == [
+            (0, 0, 0)
+        ] * 3
         assert [one.load.kv.cache.pinned for one in states] == [0] * 3
         missed = [(peer.missed > 0, peer.repeated > 0) for peer in exchange.peers(number).snapshot(0.0)]
         assert missed == [(True, True)] * 2
