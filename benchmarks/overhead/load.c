@@ -311,7 +311,7 @@ static void receive(struct connection *c)
 
 static void read_request(const char *path)
 {
-    static char body[1 << 20];
+    static char body[8 << 20];
     FILE *file = fopen(path, "rb");
     if (!file)
         die(path);

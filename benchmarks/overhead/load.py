@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypedDict
 
+from benchmarks.overhead.conversation import conversation
 from benchmarks.overhead.process import LOAD_CORE, Usage, busy_s, cpu_s
 
 ROOT = Path(__file__).parents[2]
@@ -50,6 +51,8 @@ class Workload:
     warm_s: float = 0.5
     peers: tuple[str, ...] | None = None
     """The only ones that take part, besides lbproxy; None: all."""
+    agent: bool = False
+    """The body is a coding agent's conversation: all of it is everybody's but for its end."""
 
     @property
     def unit(self) -> str:
@@ -66,6 +69,8 @@ class Workload:
 
         The server takes the number of events and the beat from it.
         """
+        if self.agent:
+            return conversation(self.body_bytes, MARK)
         half = "a word or " * max(1, (self.body_bytes - 130) // 20)
         streamed = {"stream": True, "max_tokens": self.events, "seed": self.beat_ms}
         options = streamed if self.events else {"max_tokens": 6}
@@ -87,6 +92,11 @@ WORKLOADS = (
     *(
         Workload(f"220k-{n}", f"220 KB prompts, {n} streams at a time", "ttft", n, LONG, events=5, beat_ms=1, warm_s=1)
         for n in (20, 100, 200)
+    ),
+    *(
+        Workload(f"{size}{name}", f"{size.upper()}B of an agent, {many}", "requests", n, count << 10, agent=True)
+        for size, count in (("256k", 256), ("1m", 1024), ("4m", 4096))
+        for name, many, n in (("", "16 at a time", 16), ("-one", "one at a time", 1))
     ),
     Workload(
         *("held", "8,900 streams x 1 s", "memory", 8900, 1024, 60, 1000, 20),

@@ -31,7 +31,7 @@
 
 enum {
     SLOTS = 1024,              /* of the timer wheel, a millisecond each: the longest beat */
-    MAX_REQUEST = 1 << 20,     /* head and body */
+    MAX_REQUEST = 8 << 20,     /* head and body */
     MAX_UNSENT = 1 << 20,      /* bytes of one connection that its client does not read; more ends it */
     READY = 1024,              /* events of one epoll_wait */
 };

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A large JSON body, parsed in many short turns of the event loop.
+"""A large JSON body, parsed in as few turns of the event loop as are short.
 
-It is outlined first (`core.requests.outline`), then parsed, one segment a turn. A segment ends at a comma in a list
+One that costs little is parsed at once, if orjson does not refuse it. Any other is outlined first
+(`core.requests.outline`), then parsed, one segment a turn. A segment ends at a comma in a list
 that is a value of the outermost object; the next segment continues that list. Each segment is completed to valid JSON:
 a value of `_TOKEN` is put at the open end of the list, and a continued list is given that name and starts with such a
 value. Since a comma needs a value on either side, the segments are valid JSON exactly if the body is. Clients cannot
@@ -17,7 +18,7 @@ from typing import Any, Final
 import orjson
 
 from lbproxy.core.requests.outcome import LbError, Outcome
-from lbproxy.core.requests.outline import Outline, cost
+from lbproxy.core.requests.outline import Outline, cost, costs_little
 
 LENIENT_JSON_COST: Final = 4 << 20
 """Up to this cost (see `core.requests.outline`), a body that orjson refuses (NaN, lone surrogates) is parsed again by
@@ -52,7 +53,9 @@ class LargeJson:
     def __init__(self, body: bytes) -> None:
         self.value: object = None
         """The parsed body, with markers in long strings."""
-        self.outline = Outline(body)
+        self.outline: Outline | None = None if costs_little(body) else Outline(body)
+        """None: it was parsed at once."""
+        self._body = body
         self._segments: list[bytes] = []
         self._done = 0
         self._open: list[Any] = []
@@ -62,9 +65,16 @@ class LargeJson:
         """Outline some more of the body, or parse one segment. Returns whether there is more to do. Raises LbError
         INVALID_JSON.
         """
+        outline = self.outline
+        if outline is None:
+            try:
+                self.value = orjson.loads(self._body)
+            except orjson.JSONDecodeError:
+                self.outline = Outline(self._body)
+            return self.outline is not None
         if not self._segments:
-            if not self.outline.step():
-                self._segments = self.outline.segments
+            if not outline.step():
+                self._segments = outline.segments
             return True
         at = self._done
         self._done += 1

@@ -77,7 +77,7 @@ def read_json_body(body: bytes, large: LargeJson | None = None) -> BodyFacts:
     fields = load_json(body) if large is None else large.value
     if not isinstance(fields, dict):
         raise not_an_object()
-    if large is None and len(body) > 2 * MAX_DEPTH and _is_too_deep(fields, body):
+    if (large is None or large.outline is None) and len(body) > 2 * MAX_DEPTH and _is_too_deep(fields, body):
         raise too_deep()
     model = fields.get("model")
     if "model" in fields:
@@ -170,6 +170,10 @@ class Naming(NamedTuple):
             pieces += (view[end:start], name)
             end = until
         return *pieces, view[end:]
+
+
+NOT_NAMED: Final = Naming(())
+"""Of an outlined body with a `model` that is too long, which cannot be replaced."""
 
 
 def find_names(body: bytes, outline: Outline | None = None) -> Naming:

@@ -15,6 +15,7 @@ from lbproxy.core.requests.forms import FormWalk, find_form_name, read_form_mode
 from lbproxy.core.requests.large_json import LargeJson
 from lbproxy.core.requests.models import Aliases, resolve
 from lbproxy.core.requests.openai import (
+    NOT_NAMED,
     BodyFacts,
     ModelCard,
     Naming,
@@ -24,7 +25,7 @@ from lbproxy.core.requests.openai import (
     read_json_body,
 )
 from lbproxy.core.requests.outcome import LbError, Outcome
-from lbproxy.core.requests.outline import PARSE_AT_ONCE_BYTES, omitted_bytes
+from lbproxy.core.requests.outline import PARSE_AT_ONCE_BYTES, UNCUT_STRING_BYTES, omitted_bytes
 from lbproxy.core.requests.prompt_keys import BlockKey, hash_prompt
 from lbproxy.core.requests.prompts import Flattening, Prompt
 from lbproxy.core.requests.request import WHOLE, InferenceRequest
@@ -105,7 +106,7 @@ class RequestReader:
         model = self._aliases.target(name, request.fields.session or record.request_id, self._served_now())
         if model == name:
             return facts, request
-        naming = request.naming or _naming_of(request, large)
+        naming = _naming_of(request, large)
         return facts._replace(model=model), request._replace(model=model, naming=naming)
 
     def flattening(self, request: ClientRequest, facts: BodyFacts) -> Flattening | None:
@@ -141,7 +142,7 @@ class RequestReader:
             before = None if response_id is None else self._runtime.stored(response_id)
             after = () if before is None else before.block_keys
             if prompt_bytes >= block_bytes or after:
-                if is_large:
+                if is_large and len(request.body) > UNCUT_STRING_BYTES:
                     prompt_bytes += omitted_bytes(text, len(request.body))
                 keys = hash_prompt(text, model=model, salt=cache_salt, block_bytes=block_bytes, after=after)
             if before is not None:
@@ -228,8 +229,9 @@ class RequestReader:
             if facts.model is None and is_inference:
                 model = resolve(None, self._runtime.base_models())
                 return facts._replace(model=model), request._replace(model=model, naming=place_for_name(body))
-            if isinstance(large, LargeJson) and not large.outline.has_long_model:
-                request = request._replace(naming=find_names(body, large.outline))
+            if isinstance(large, LargeJson) and (outline := large.outline) is not None:
+                naming = NOT_NAMED if outline.has_long_model else find_names(body, outline)
+                request = request._replace(naming=naming)
             return facts, request
         if has_form(request):
             walk = large if isinstance(large, FormWalk) else None
@@ -262,12 +264,8 @@ def as_named_by(endpoint: Endpoint, request: ClientRequest) -> ClientRequest:
         return request
     if request.fields.upgrade:
         return request._replace(target=with_query_model(request.target, model))
-    body, naming = request.body, request.naming
-    if naming is None:
-        if len(body) > PARSE_AT_ONCE_BYTES and has_json(request):  # its outline had no names that could be replaced
-            raise LbError(Outcome.INVALID_JSON, "The JSON body has a `model` that is too long to be replaced.")
-        naming = _naming_of(request)
-    pieces = naming.named(body, model)
+    body = request.body
+    pieces = _naming_of(request).named(body, model)
     if len(body) > PARSE_AT_ONCE_BYTES:
         return request._replace(body=b"", pieces=pieces, model=None, naming=None)
     return request._replace(body=b"".join(pieces), model=None, naming=None)
@@ -276,14 +274,18 @@ def as_named_by(endpoint: Endpoint, request: ClientRequest) -> ClientRequest:
 def _refuse_two_models(request: ClientRequest) -> None:
     """Raise LbError INVALID_JSON for a second `model`: that is the one which another kind of server may read."""
     naming = request.naming
-    if names_models(request.body) if naming is None else len(naming.spans) > 1:
+    if names_models(request.body) if naming is None or naming is NOT_NAMED else len(naming.spans) > 1:
         raise LbError(Outcome.INVALID_JSON, "The JSON body has more than one `model`.")
 
 
 def _naming_of(request: ClientRequest, large: Large | None = None) -> Naming:
     """Where the body names its model, if it is one that is read. Raises LbError INVALID_JSON."""
+    if request.naming is NOT_NAMED:
+        raise LbError(Outcome.INVALID_JSON, "The JSON body has a `model` that is too long to be replaced.")
+    if request.naming is not None:
+        return request.naming
     if has_json(request):
-        return find_names(request.body, large.outline if isinstance(large, LargeJson) else None)
+        return find_names(request.body)
     if has_form(request):
         walk = large if isinstance(large, FormWalk) else None
         return find_form_name(request.body, request.fields.content_type, walk)

@@ -34,6 +34,7 @@ def read(body: bytes) -> LargeJson:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short slices and segments: what is cut somewhere is cut everywhere."""
+    monkeypatch.setattr(outline_module, "LITTLE_COST", 0)
     monkeypatch.setattr(outline_module, "SLICE_BYTES", 24)
     monkeypatch.setattr(outline_module, "SEGMENT_COST", 0)
 
