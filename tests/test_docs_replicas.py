@@ -10,7 +10,7 @@ from lbproxy.control.telemetry.process_log import ProcessLog
 from lbproxy.control.telemetry.telemetry import Telemetry
 from tests.support.aio import run
 from tests.support.docs import DOCS, expect_generated, family_lines
-from tests.support.replicas import FakeReplicas, other
+from tests.support.replicas import exchanged, other
 
 
 def test_metrics_has_every_family_of_replicas() -> None:
@@ -18,7 +18,7 @@ def test_metrics_has_every_family_of_replicas() -> None:
     log = ProcessLog(LogSettings())
     telemetry = Telemetry(log)
     try:
-        telemetry.watch_replicas(FakeReplicas(other("lb-2")))
+        telemetry.watch_replicas(lambda: exchanged(other("lb-2")))
         page = run(telemetry.page())[0].decode()
     finally:
         log.close()

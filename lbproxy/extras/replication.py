@@ -30,7 +30,7 @@ from lbproxy.config.text import ConfigError, one_line
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.replicas.batches import BatchError, decode, encode
 from lbproxy.core.replicas.peers import MAX_PEERS
-from lbproxy.core.replicas.shown import ReplicaFacts, ReplicationStats
+from lbproxy.core.replicas.shown import ReplicaFacts, ReplicationFacts, ReplicationStats
 from lbproxy.core.saved.lines import encode as encode_piece
 from lbproxy.core.saved.lines import read_lines
 from lbproxy.core.saved.reading import Saved, SavedError
@@ -102,22 +102,19 @@ class Replication:
 
     # What is shown
 
-    def facts(self) -> list[ReplicaFacts]:
-        """The other replicas."""
+    def facts(self) -> ReplicationFacts:
+        """How the exchange is, and what is known of the other replicas."""
         known = {one.replica: one for one in self._peers.snapshot(self._runtime.now())}
         names = {replica: (one.info.name, one.info.version) for replica, one in self._others.items()}
         names = {**{replica: (replica, "") for replica in known}, **names}
-        return [ReplicaFacts(replica, *who, known.get(replica)) for replica, who in sorted(names.items())]
+        others = [ReplicaFacts(replica, *who, known.get(replica)) for replica, who in sorted(names.items())]
+        age_s = None if self._beat_at < 0.0 else self._runtime.now() - self._beat_at
+        return ReplicationFacts(self.replica, self.name, self._url, self.problem, self.stats, age_s, others)
 
     @property
-    def url(self) -> str:
+    def _url(self) -> str:
         """Where the store is, without a password."""
         return "" if self._settings.url is None else without_password(self._settings.url.get_secret_value())
-
-    @property
-    def beat_age_s(self) -> float | None:
-        """Seconds since the store last told who lives; None = it never did."""
-        return None if self._beat_at < 0.0 else self._runtime.now() - self._beat_at
 
     # The start
 
@@ -198,7 +195,7 @@ class Replication:
         if self.problem != text:
             self.problem = text
             told = "replicas: %s cannot be used, so this one goes on alone: %s"
-            logger.warning(told, self.url, text, extra={"event": "replicas"})
+            logger.warning(told, self._url, text, extra={"event": "replicas"})
 
     async def _exchange(self, store: Store) -> None:
         await store.ping()  # a store that allows only some of the calls is not told as connected, and again, and again
@@ -209,7 +206,7 @@ class Replication:
             self.problem = None
             text = "replicas: connected to %s as %s; others: %s"
             others = ", ".join(sorted(self._others)) or "none"
-            logger.info(text, self.url, self.replica, others, extra={"event": "replicas"})
+            logger.info(text, self._url, self.replica, others, extra={"event": "replicas"})
         async with asyncio.TaskGroup() as tasks:
             wanting: asyncio.Queue[str] = asyncio.Queue(MAX_PEERS)
             tasks.create_task(self._keep_beating(store, wanting))

@@ -158,7 +158,8 @@ class Proxy:
         self.scraping = Scraping(self.connections, settings.scrape, Engines(settings.engines), rng, self._found_ranks)
         self.keeper = Keeper(balancer, settings.state, self.telemetry.loads.state, runtime.now)
         self.replication = make_replication(settings.replicas, balancer, runtime)
-        self.telemetry.watch_replicas(self.replication)
+        if self.replication is not None:
+            self.telemetry.watch_replicas(self.replication.facts)
         self.drivers = _Drivers(KvEvents(balancer, runtime), SleepDriver(balancer, runtime, self.connections, rng))
         self.telemetry.watch_kv_events(self.drivers.kv_events.stats)
         self.telemetry.watch_sleeping(self.drivers.sleep)
@@ -182,7 +183,8 @@ class Proxy:
         state = ShownState(
             runtime, front, self.recent, settings=lambda: self.settings, origin=self.origin, loads=telemetry.loads
         )
-        state.workers, state.replicas = self.plane.workers, self.replication
+        state.workers = self.plane.workers
+        state.replicas = None if self.replication is None else self.replication.facts
         state.made = MadeToken(folders(os.environ, self.settings.state.file))
         return Admin(runtime, front, telemetry, admin.token, Api(runtime, state, self.history, self), state.made)
 

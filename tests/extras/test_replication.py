@@ -99,7 +99,7 @@ async def replicas(url: str, *names: str, others: int | None = None) -> AsyncIte
 
     def connected() -> bool:
         parts = [one.replication for one in members]
-        return all(one.problem is None and len(one.facts()) == count for one in parts)
+        return all(one.problem is None and len(one.facts().others) == count for one in parts)
 
     async with asyncio.TaskGroup() as tasks:
         for member in members:
@@ -172,7 +172,7 @@ def test_a_replica_that_dies_is_taken_out_and_one_that_leaves_at_once(tmp_path: 
                 await c.cut()
                 await c.replication.leave()
                 await until(lambda: a.elsewhere == 0, "c left")
-                assert a.replication.facts() == []
+                assert a.replication.facts().others == []
 
     run(body())
 
@@ -238,7 +238,7 @@ def test_a_server_that_loses_everything_at_once_is_filled_again(tmp_path: Path) 
                     await until(partial(_knows, b, number + 1))
                     server.call("FLUSHALL")
                     assert ticket.placed_on is not None
-                await until(lambda: b.elsewhere == 5 and len(b.replication.facts()) == 1, within_s=WITHIN_S)
+                await until(lambda: b.elsewhere == 5 and len(b.replication.facts().others) == 1, within_s=WITHIN_S)
                 await asyncio.sleep(1.2)  # more than two beats
                 assert b.elsewhere == 5
 
@@ -290,7 +290,7 @@ def test_others_write_garbage_into_the_streams(tmp_path: Path, caplog: pytest.Lo
             )
             server.call("SET", "{lbproxy:default}:alive:x", "no json")
             async with replicas(server.url, "a", others=1) as (a,):
-                assert [one.replica for one in a.replication.facts()] == ["x"]
+                assert [one.replica for one in a.replication.facts().others] == ["x"]
                 for words in (
                     ("b", b"\x01garbage"),
                     ("b", b""),

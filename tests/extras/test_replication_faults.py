@@ -102,7 +102,7 @@ def together(body: Callable[[Member, Member], object]) -> None:
         shelf = Shelf()
         members = [Member(shelf, name) for name in ("a", "b")]
         runs = [asyncio.create_task(one.replication.run()) for one in members]
-        await until(lambda: all(len(one.replication.facts()) == 1 for one in members), "they know each other")
+        await until(lambda: all(len(one.replication.facts().others) == 1 for one in members), "they know each other")
         await body(*members)  # type: ignore[misc]
         for task in runs:
             task.cancel()

@@ -4,31 +4,13 @@
 from __future__ import annotations
 
 from lbproxy.core.replicas.peers import PeerSnapshot
-from lbproxy.core.replicas.shown import ReplicaFacts, ReplicationStats
+from lbproxy.core.replicas.shown import ReplicaFacts, ReplicationFacts, ReplicationStats
 
 
-class FakeReplicas:
+def exchanged(*others: ReplicaFacts) -> ReplicationFacts:
     """Connected, with these others."""
-
-    url = "redis://redis:6379/0"
-
-    def __init__(self, *others: ReplicaFacts) -> None:
-        self.name, self.replica = "lb-1", "lb-1-00000001"
-        self.problem: str | None = None
-        self.stats = ReplicationStats(
-            batches_sent=7,
-            bytes_sent=700,
-            batches_received=9,
-            bytes_received=900,
-            malformed=2,
-            failures=1,
-            append_s=0.25,
-        )
-        self.beat_age_s: float | None = 0.5
-        self.others = list(others)
-
-    def facts(self) -> list[ReplicaFacts]:
-        return self.others
+    stats = ReplicationStats(7, 700, 9, 900, malformed=2, failures=1, append_s=0.25)
+    return ReplicationFacts("lb-1-00000001", "lb-1", "redis://redis:6379/0", None, stats, 0.5, others)
 
 
 def other(name: str, uid: str = "1", in_flight: int = 4, **more: int | float | bool) -> ReplicaFacts:

@@ -17,13 +17,12 @@ from lbproxy import __version__
 from lbproxy.config.tree import Settings
 from lbproxy.control.admin.made_token import MadeToken
 from lbproxy.control.families.common import Loads, StateStats, WorkerFacts, Workers
-from lbproxy.control.families.replicas import Replicas
 from lbproxy.control.telemetry.access_line import stamp
 from lbproxy.control.telemetry.recent import Fields, Recent
 from lbproxy.core.endpoints.state import EndpointSnapshot
 from lbproxy.core.observed.learned import EndpointLearned, QueueSnapshot
 from lbproxy.core.observed.record import RequestRecord
-from lbproxy.core.replicas.shown import ReplicaFacts
+from lbproxy.core.replicas.shown import ReplicaFacts, ReplicationFacts
 from lbproxy.core.sleeping.sleepers import SleepSnapshot
 from lbproxy.driver.runtime import Runtime
 
@@ -74,7 +73,7 @@ class ShownState:
         """`origin`: where an endpoint comes from, by its name."""
         self.workers: Callable[[], Workers | None] = lambda: None
         """The worker processes. Set by the owner."""
-        self.replicas: Replicas | None = None
+        self.replicas: Callable[[], ReplicationFacts] | None = None
         """Set by the owner if requests are exchanged with other replicas."""
         self.made = MadeToken()
         """The owner's, if it has an admin token of its own making."""
@@ -102,7 +101,7 @@ class ShownState:
             "running": self._front.running,
             "client_connections": self._front.open_connections,
             "workers": [] if workers is None else [_worker(one) for one in workers.connected],
-            "replicas": None if self.replicas is None else _replicas(self.replicas),
+            "replicas": None if self.replicas is None else _replicas(self.replicas()),
             "settings": {"accepted": loads.succeeded, "at": stamp(loads.succeeded_at)},
             "state_file": _state_file(loads.state),
             "endpoints": self.endpoints(),
@@ -234,7 +233,7 @@ def _worker(one: WorkerFacts) -> Fields:
     }
 
 
-def _replicas(replicas: Replicas) -> Fields:
+def _replicas(replicas: ReplicationFacts) -> Fields:
     age_s = replicas.beat_age_s
     return {
         "id": replicas.replica,
@@ -243,7 +242,7 @@ def _replicas(replicas: Replicas) -> Fields:
         "connected": replicas.problem is None,
         "problem": replicas.problem,
         "heartbeat_age_s": None if age_s is None else round(age_s, 3),
-        "others": [_other(one) for one in replicas.facts()],
+        "others": [_other(one) for one in replicas.others],
     }
 
 

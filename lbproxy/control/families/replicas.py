@@ -10,48 +10,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 from prometheus_client.core import Metric
 
 from lbproxy.control.families.common import counter, counters, gauge, gauges
 from lbproxy.core.replicas.peers import PeerSnapshot
-from lbproxy.core.replicas.shown import ReplicaFacts, ReplicationStats
+from lbproxy.core.replicas.shown import ReplicaFacts, ReplicationFacts
 
 
-class Replicas(Protocol):
-    """The exchange with other replicas: extras.replication.Replication."""
-
-    name: str
-    """The name of this replica."""
-    replica: str
-    """The id of this replica."""
-    problem: str | None
-    """Why the store cannot be used now; None = it can."""
-
-    @property
-    def url(self) -> str:
-        """Of the store, without a password."""
-        ...
-
-    @property
-    def stats(self) -> ReplicationStats:
-        """What was exchanged."""
-        ...
-
-    @property
-    def beat_age_s(self) -> float | None:
-        """Seconds since the store last listed the replicas that are alive; None = it never did."""
-        ...
-
-    def facts(self) -> Sequence[ReplicaFacts]:
-        """The other replicas."""
-        ...
-
-
-def replica_families(replicas: Replicas) -> Iterator[Metric]:
+def replica_families(replicas: ReplicationFacts) -> Iterator[Metric]:
     """How the exchange works, and what is known of each other replica."""
-    stats, others = replicas.stats, replicas.facts()
+    stats, others = replicas.stats, replicas.others
     yield gauge("replicas", "Other replicas that are alive", len(others))
     text = "1 while the store of the replicas can be used"
     yield gauge("replicas_connected", text, float(replicas.problem is None))

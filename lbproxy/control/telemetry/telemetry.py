@@ -48,7 +48,7 @@ from lbproxy.control.families.common import (
 from lbproxy.control.families.endpoints import one_per_name, render_endpoints
 from lbproxy.control.families.histogram import Histogram
 from lbproxy.control.families.kv_events import kv_families
-from lbproxy.control.families.replicas import Replicas, replica_families
+from lbproxy.control.families.replicas import replica_families
 from lbproxy.control.families.requests import RequestCounts
 from lbproxy.control.families.scaling import scaling_families
 from lbproxy.control.families.sleeping import Sleeping, sleep_families
@@ -60,6 +60,7 @@ from lbproxy.core.engines.kv_events import KvStats
 from lbproxy.core.observed.learned import EndpointLearned
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.observed.snapshot import PoolSnapshot
+from lbproxy.core.replicas.shown import ReplicationFacts
 
 logger = logging.getLogger("lbproxy")
 
@@ -117,7 +118,7 @@ class _Watched:
     sources: Discovery | None = None
     load: Callable[[], OwnLoad] | None = None
     workers: Callable[[], Workers | None] | None = None
-    replicas: Replicas | None = None
+    replicas: Callable[[], ReplicationFacts] | None = None
     kv_events: Mapping[str, KvStats] | None = None
     sleeping: Sleeping | None = None
 
@@ -160,8 +161,8 @@ class Telemetry:
         """Show how finding endpoints gets on."""
         self._watched.sources = sources
 
-    def watch_replicas(self, replicas: Replicas | None) -> None:
-        """Show the exchange with other replicas, if there is one."""
+    def watch_replicas(self, replicas: Callable[[], ReplicationFacts]) -> None:
+        """Show the exchange with other replicas."""
         self._watched.replicas = replicas
 
     def watch_kv_events(self, events: Mapping[str, KvStats]) -> None:
@@ -248,7 +249,7 @@ class Telemetry:
         if workers is not None:
             yield from worker_families(workers)
         if self._watched.replicas is not None:
-            yield from replica_families(self._watched.replicas)
+            yield from replica_families(self._watched.replicas())
         if self._watched.kv_events is not None:
             yield from kv_families(dict(self._watched.kv_events))
         if self._watched.sleeping is not None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lbproxy.core.replicas.peers import PeerSnapshot
@@ -36,3 +37,20 @@ class ReplicaFacts:
     """The version of its lbproxy."""
     peer: PeerSnapshot | None
     """What is known of its requests; None = it was not heard yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicationFacts:
+    """How the exchange with other replicas is."""
+
+    replica: str
+    """The id of this one."""
+    name: str
+    url: str
+    """The URL of the store, without a password."""
+    problem: str | None
+    """Why the store cannot be used now; None = it can."""
+    stats: ReplicationStats
+    beat_age_s: float | None
+    """Seconds since the store last listed the replicas that are alive; None = it never did."""
+    others: Sequence[ReplicaFacts]

@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lbproxy.config.tree import LogSettings
 from lbproxy.control.families.replicas import replica_families
 from lbproxy.control.telemetry.process_log import ProcessLog
 from lbproxy.control.telemetry.telemetry import Telemetry
+from lbproxy.core.replicas.shown import ReplicationFacts
 from tests.support.aio import run
-from tests.support.replicas import FakeReplicas, other, unheard
+from tests.support.replicas import exchanged, other, unheard
 
 
-def samples(replicas: FakeReplicas) -> dict[str, dict[tuple[str, ...], float]]:
+def samples(replicas: ReplicationFacts) -> dict[str, dict[tuple[str, ...], float]]:
     """Sample name -> label values -> value."""
     found: dict[str, dict[tuple[str, ...], float]] = {}
     for family in replica_families(replicas):
@@ -21,7 +24,7 @@ def samples(replicas: FakeReplicas) -> dict[str, dict[tuple[str, ...], float]]:
 
 
 def test_what_was_exchanged() -> None:
-    seen = samples(FakeReplicas(other("lb-2", heard_s=1.5, missed=3), other("lb-3", in_flight=9)))
+    seen = samples(exchanged(other("lb-2", heard_s=1.5, missed=3), other("lb-3", in_flight=9)))
     assert seen["lbproxy_replicas"] == {(): 2}
     assert seen["lbproxy_replicas_connected"] == {(): 1}
     assert seen["lbproxy_replicas_batches_total"] == {("sent",): 7, ("received",): 9}
@@ -39,27 +42,23 @@ def test_what_was_exchanged() -> None:
 
 def test_a_replica_that_was_restarted_has_one_series() -> None:
     """Each process has another id, and a name for ever: its old process may be alive for some seconds."""
-    seen = samples(
-        FakeReplicas(other("lb-2", "old", heard_s=2.0), other("lb-2", "new", in_flight=1, is_complete=False))
-    )
+    seen = samples(exchanged(other("lb-2", "old", heard_s=2.0), other("lb-2", "new", in_flight=1, is_complete=False)))
     assert seen["lbproxy_replica_in_flight"] == {("lb-2",): 5}
     assert seen["lbproxy_replica_batch_age_seconds"] == {("lb-2",): 2.0}
     assert seen["lbproxy_replica_complete"] == {("lb-2",): 0}
 
 
 def test_series_of_a_replica_that_is_gone_vanish() -> None:
-    replicas = FakeReplicas(other("lb-2"), other("lb-3"))
-    assert "lb-3" in str(samples(replicas))
-    replicas.others.pop()
-    assert "lb-3" not in str(samples(replicas))
-    assert samples(replicas)["lbproxy_replicas"] == {(): 1}
+    assert "lb-3" in str(samples(exchanged(other("lb-2"), other("lb-3"))))
+    seen = samples(exchanged(other("lb-2")))
+    assert "lb-3" not in str(seen)
+    assert seen["lbproxy_replicas"] == {(): 1}
 
 
 def test_what_is_not_known_has_no_sample() -> None:
-    replicas = FakeReplicas(unheard("lb-2"))
-    replicas.beat_age_s = replicas.stats.append_s = None
-    replicas.problem = "refused"
-    seen = samples(replicas)
+    shown = exchanged(unheard("lb-2"))
+    shown.stats.append_s = None
+    seen = samples(replace(shown, beat_age_s=None, problem="refused"))
     assert seen["lbproxy_replicas_connected"] == {(): 0}
     for name in ("replicas_heartbeat_age_seconds", "replicas_append_seconds", "replica_batch_age_seconds"):
         assert f"lbproxy_{name}" not in seen
@@ -72,7 +71,7 @@ def test_a_page_has_them_only_if_there_are_replicas() -> None:
     telemetry = Telemetry(log)
     try:
         assert b"lbproxy_replica" not in run(telemetry.page())[0]
-        telemetry.watch_replicas(FakeReplicas(other("lb-2")))
+        telemetry.watch_replicas(lambda: exchanged(other("lb-2")))
         assert b'lbproxy_replica_in_flight{replica="lb-2"} 4.0' in run(telemetry.page())[0]
     finally:
         log.close()
