@@ -25,6 +25,7 @@ from lbproxy.control.admin.api import Api, ApiError
 from lbproxy.control.admin.connections import ACCEPTED_AT_ONCE, AdminConnection, AdminConnections
 from lbproxy.control.admin.dashboard.page import Dashboard
 from lbproxy.control.admin.made_token import MadeToken
+from lbproxy.control.admin.state import Drainable
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.requests.openai import REASON_FIELD, error_body
 from lbproxy.core.requests.outcome import LbError, Outcome
@@ -48,20 +49,6 @@ SHUTDOWN_S = 1.0
 """How long a page that is being written may take when lbproxy stops."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-class Drainable(Protocol):
-    """What stops taking requests before it ends: the listener for clients."""
-
-    @property
-    def url(self) -> str | None:
-        """Where clients reach it; None: it does not listen yet."""
-        ...
-
-    @property
-    def draining(self) -> bool:
-        """It takes no more."""
-        ...
 
 
 class Pages(Protocol):

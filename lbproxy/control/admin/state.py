@@ -29,8 +29,8 @@ from lbproxy.driver.runtime import Runtime
 RECENT_TRANSITIONS = 20
 
 
-class ClientListener(Protocol):
-    """The listener for clients, which stops taking requests before it ends."""
+class Drainable(Protocol):
+    """What stops taking requests before it ends: the listener for clients."""
 
     @property
     def url(self) -> str | None:
@@ -42,6 +42,10 @@ class ClientListener(Protocol):
         """It takes no more."""
         ...
 
+
+class ClientListener(Drainable, Protocol):
+    """What is shown of it besides."""
+
     @property
     def running(self) -> int:
         """Requests that were read and have no complete response yet."""
@@ -49,7 +53,7 @@ class ClientListener(Protocol):
 
     @property
     def open_connections(self) -> int:
-        """Of clients."""
+        """Connections of clients."""
         ...
 
     def running_records(self) -> Iterable[RequestRecord]:
