@@ -153,7 +153,7 @@ class Proxy:
         runtime.pulse.listen(notifier.beat)
         parts = Parts(settings, runtime, self.connections, rng, sinks, self.telemetry.loads)
         self.plane: Plane = DataPlane(*parts) if make_plane is None else make_plane(parts)
-        self.telemetry.watch(runtime, self.plane.front, self.plane.upstreams)
+        self.telemetry.watch(runtime)
         self.telemetry.watch_load(self.plane.own_load, self.plane.pulse, self.plane.workers)
         self.scraping = Scraping(self.connections, settings.scrape, Engines(settings.engines), rng, self._found_ranks)
         self.keeper = Keeper(balancer, settings.state, self.telemetry.loads.state, runtime.now)

@@ -114,13 +114,8 @@ class DataPlane:
         """Those that listen."""
         return self.front.listener.sockets
 
-    @property
-    def upstreams(self) -> ConnectionPool:
-        """Connections to endpoints."""
-        return self.connections
-
     def own_load(self) -> OwnLoad:
-        """What is refused because lbproxy is the bottleneck, now."""
+        """What is open, and what is refused because lbproxy is the bottleneck, now."""
         overload, listener, traces = self.overload, self.front.listener, self.tracing.traces
         return OwnLoad(
             overload.refuses,
@@ -132,6 +127,8 @@ class DataPlane:
             overload.max_held_bytes,
             overload.limit_bytes,
             None if traces is None else traces.results,
+            self.front.open_connections,
+            self.connections.open_connections,
         )
 
     def workers(self) -> None:

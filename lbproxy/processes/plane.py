@@ -47,18 +47,6 @@ class WorkersFront:
         return self._server.running_records()
 
 
-class Upstreams:
-    """The workers' connections to endpoints."""
-
-    def __init__(self, server: WorkerServer) -> None:
-        self._server = server
-
-    @property
-    def open_connections(self) -> int:
-        """How many."""
-        return sum(one.beat.upstreams for one in self._server.sessions)
-
-
 class WorkerTotals:
     """Counts of workers added up, those of ended workers included."""
 
@@ -114,7 +102,6 @@ class WorkersPlane:
         self._loads = parts.loads
         self._path, self._url = path, url
         self.front = WorkersFront(self.server, url, count if begins else 1)
-        self.upstreams = Upstreams(self.server)
         self._totals = WorkerTotals(self.server)
         self._count = count
         self.pulse = Lags()
@@ -149,6 +136,8 @@ class WorkersPlane:
             sum(one.max_held_bytes for one in beats),
             sum(one.limit_bytes or 0 for one in beats) or None,
             totals.by_label("traces") or None,
+            sum(one.connections for one in beats),
+            sum(one.upstreams for one in beats),
         )
 
     def workers(self) -> Workers:

@@ -243,7 +243,7 @@ class Worker:
         return m.WorkerFigures(
             connections=plane.front.open_connections,
             running=plane.front.running,
-            upstreams=plane.upstreams.open_connections,
+            upstreams=plane.connections.open_connections,
             cpu_s=used.ru_utime + used.ru_stime,
             lags_s=tuple(lags),
             rss_bytes=load.rss_bytes,

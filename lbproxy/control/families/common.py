@@ -135,6 +135,10 @@ class OwnLoad:
     """Memory that may be used."""
     traces: Mapping[str, int] | None
     """How many requests' traces became what; None while none are traced."""
+    connections: int
+    """Open connections of clients."""
+    upstream_connections: int
+    """Open connections to endpoints, including idle ones."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +232,10 @@ def worker_families(workers: Workers) -> Iterator[Metric]:
 
 
 def load_families(load: OwnLoad) -> Iterator[Metric]:
-    """What is refused, how near it is, and what becomes of traces."""
+    """What is open, what is refused, how near that is, and what becomes of traces."""
+    yield gauge("client_connections", "Open connections from clients", load.connections)
+    text = "Open connections to endpoints, including idle ones"
+    yield gauge("upstream_connections", text, load.upstream_connections)
     if load.traces is not None:
         text = "Traced requests, by the result of their export"
         yield counters("traces", text, ("result",), [((word,), count) for word, count in load.traces.items()])

@@ -18,7 +18,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 from prometheus_client import ProcessCollector
 from prometheus_client.core import Metric
@@ -95,22 +95,6 @@ class Ticker(Protocol):
         ...
 
 
-class Connections(Protocol):
-    """Something that has connections open: the listener, the connection pool."""
-
-    @property
-    def open_connections(self) -> int:
-        """How many."""
-        ...
-
-
-class _Connections(NamedTuple):
-    """What has connections open."""
-
-    clients: Connections
-    upstreams: Connections
-
-
 @dataclass
 class _Watched:
     """Sources of families that are shown only where their feature is in use."""
@@ -130,7 +114,6 @@ class Telemetry:
         """`log`: of this process, of which some families are."""
         self.log = log
         self._pool: Snapshots | None = None
-        self._open: _Connections | None = None
         self._scrapers: dict[EndpointUid, Scraper] = {}
         self._watched = _Watched()
 
@@ -142,9 +125,9 @@ class Telemetry:
         """How the settings were loaded. Kept by who loads them."""
         self._process = ProcessCollector(registry=None)
 
-    def watch(self, pool: Snapshots, clients: Connections, upstreams: Connections) -> None:
+    def watch(self, pool: Snapshots) -> None:
         """What the gauges are read from."""
-        self._pool, self._open = pool, _Connections(clients, upstreams)
+        self._pool = pool
 
     def watch_scrapes(self, scraper: Scraper) -> None:
         """Show how this scraper gets on, until its endpoint leaves the pool."""
@@ -153,7 +136,7 @@ class Telemetry:
     def watch_load(
         self, load: Callable[[], OwnLoad], pulse: Ticker, workers: Callable[[], Workers | None] | None = None
     ) -> None:
-        """Show what is refused and why, and how late the event loop is."""
+        """Show what is open, what is refused and why, and how late the event loop is."""
         self._watched.load, self._watched.workers = load, workers
         pulse.listen(self._lag.observe)
 
@@ -282,10 +265,6 @@ class Telemetry:
         yield gauge("waiting_requests", "Requests in the queue because no endpoint has room", snapshot.waiting)
         yield gauge("waiting_bytes", "Bytes of the bodies of requests in the queue", snapshot.waiting_bytes)
         yield from flow_families(snapshot.flows)
-        if self._open is not None:
-            yield gauge("client_connections", "Open connections from clients", self._open.clients.open_connections)
-            text = "Open connections to endpoints, including idle ones"
-            yield gauge("upstream_connections", text, self._open.upstreams.open_connections)
         text = "Internal errors, logged with a traceback: please report them"
         more, dropped = (0, 0) if workers is None else (workers.internal_errors, workers.dropped_lines)
         yield counter("internal_errors", text, self.log.internal_errors + more)

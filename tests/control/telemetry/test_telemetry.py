@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from prometheus_client.samples import Sample
 
 from lbproxy import __version__
 from lbproxy.config.tree import LogSettings
+from lbproxy.control.families.common import OwnLoad
 from lbproxy.control.families.requests import (
     DURATION_BUCKETS,
     FIRST_BYTE_BUCKETS,
@@ -46,16 +47,19 @@ Page = dict[str, dict[tuple[str, ...], float]]
 """Sample name -> label values, in the order of the label names -> value."""
 
 
-class FakePool:
-    """Stands for the runtime, the listener and the connection pool."""
+LOAD = OwnLoad(None, {"memory": 2}, {"limit": 3}, 4, 5, 6, 7, 8, {"sent": 9}, 12, 13)
 
-    open_connections = 12
+
+class FakePool:
+    """Stands for the runtime and its pulse."""
 
     def __init__(self, *endpoints: EndpointSnapshot) -> None:
         self.now = PoolSnapshot(list(endpoints), 3, 4096)
         self.rooms: dict[EndpointUid, EndpointLearned] = {}
         self.asked: list[int] = []
         """Of how many endpoints at once."""
+
+    def listen(self, listener: Callable[[float], None]) -> None: ...
 
     def snapshot(self) -> PoolSnapshot:
         return self.now
@@ -99,7 +103,8 @@ def telemetry(*endpoints: EndpointSnapshot) -> Iterator[tuple[Telemetry, FakePoo
     log = ProcessLog(LogSettings(), LineWriter(fd))
     made = Telemetry(log)
     pool = FakePool(*endpoints)
-    made.watch(pool, pool, pool)
+    made.watch(pool)
+    made.watch_load(lambda: LOAD, pool)
     try:
         yield made, pool
     finally:
@@ -343,7 +348,10 @@ def test_the_state_of_endpoints_and_queue_is_shown() -> None:
     assert page["lbproxy_waiting_requests"] == {(): 3}
     assert page["lbproxy_waiting_bytes"] == {(): 4096}
     assert page["lbproxy_client_connections"] == {(): 12}
-    assert page["lbproxy_upstream_connections"] == {(): 12}
+    assert page["lbproxy_upstream_connections"] == {(): 13}
+    assert page["lbproxy_overload_refusals_total"] == {("memory",): 2, ("limit",): 3}
+    assert page["lbproxy_overloaded"] == {("memory",): 0}
+    assert page["lbproxy_traces_total"] == {("sent",): 9}
     assert page["lbproxy_build_info"] == {(__version__,): 1}
     assert page["lbproxy_log_lines_dropped_total"] == {(): 0}
     assert page["lbproxy_internal_errors_total"] == {(): 0}
