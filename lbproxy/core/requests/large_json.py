@@ -18,7 +18,7 @@ from typing import Any, Final
 import orjson
 
 from lbproxy.core.requests.outcome import LbError, Outcome
-from lbproxy.core.requests.outline import Outline, cost, costs_little
+from lbproxy.core.requests.outline import Outline, cost, costs_little, quick_segments
 
 LENIENT_JSON_COST: Final = 4 << 20
 """Up to this cost (see `core.requests.outline`), a body that orjson refuses (NaN, lone surrogates) is parsed again by
@@ -53,9 +53,10 @@ class LargeJson:
     def __init__(self, body: bytes) -> None:
         self.value: object = None
         """The parsed body, with markers in long strings."""
-        self.outline: Outline | None = None if costs_little(body) else Outline(body)
-        """None: it was parsed at once."""
+        self.outline: Outline | None = None
+        """None: it was parsed without one."""
         self._body = body
+        self._costs_little = costs_little(body)
         self._segments: list[bytes] = []
         self._done = 0
         self._open: list[Any] = []
@@ -66,15 +67,21 @@ class LargeJson:
         INVALID_JSON.
         """
         outline = self.outline
-        if outline is None:
+        if outline is not None:
+            if not self._segments:
+                if not outline.step():
+                    self._segments = outline.segments
+                return True
+        elif self._costs_little:
             try:
                 self.value = orjson.loads(self._body)
             except orjson.JSONDecodeError:
                 self.outline = Outline(self._body)
             return self.outline is not None
-        if not self._segments:
-            if not outline.step():
-                self._segments = outline.segments
+        elif not self._segments:
+            self._segments = quick_segments(self._body) or []
+            if not self._segments:
+                self.outline = Outline(self._body)
             return True
         at = self._done
         self._done += 1

@@ -35,8 +35,16 @@ def read(body: bytes) -> LargeJson:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short slices and segments: what is cut somewhere is cut everywhere."""
     monkeypatch.setattr(outline_module, "LITTLE_COST", 0)
+    monkeypatch.setattr(outline_module, "MAX_QUICK_COMMAS", -1)
     monkeypatch.setattr(outline_module, "SLICE_BYTES", 24)
     monkeypatch.setattr(outline_module, "SEGMENT_COST", 0)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No outline where one can be done without, and a cut after each element."""
+    monkeypatch.setattr(outline_module, "LITTLE_COST", 0)
+    monkeypatch.setattr(outline_module, "QUICK_SEGMENT_BYTES", 0)
 
 
 def by_one_parser(body: bytes) -> object:
@@ -61,6 +69,56 @@ def test_segments_say_what_the_whole_says(body: object, spaces: int | None, esca
     assert read(text).value == orjson.loads(text)
 
 
+@pytest.mark.usefixtures("quick")
+@settings(max_examples=100)
+@given(body=BODIES, last=st.lists(VALUES, min_size=3), spaces=st.sampled_from([None, 1]), escaped=st.booleans())
+def test_segments_without_an_outline_say_the_same(
+    body: dict[str, object], last: object, spaces: int | None, escaped: bool
+) -> None:
+    text = json.dumps({**body, "messages": last, "z": 1}, indent=spaces, ensure_ascii=escaped).encode()
+    assert read(text).value == orjson.loads(text)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_conversation_is_cut_between_its_messages() -> None:
+    """Each is parsed in a turn of its own, and no outline is made; of another long list one is."""
+    text = orjson.dumps({"model": "m", "messages": [{"role": "user", "content": f"a, {n}"} for n in range(20)], "n": 1})
+    segments = outline_module.quick_segments(text)
+    assert segments is not None
+    assert len(segments) == 20
+    assert b",".join(segments) == text
+    assert read(text).outline is None
+    assert outline_module.quick_segments(text.replace(b'"messages"', b'"documents"')) is None
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_list_that_cannot_be_told_from_another_gets_an_outline() -> None:
+    """Where it is would be a guess."""
+    same = orjson.dumps([{"role": "user", "content": "x" * 80}, 1])
+    text = b'{"metadata":{"messages":%b},"messages":%b}' % (same, same)
+    assert outline_module.quick_segments(text) is None
+    assert read(text).value == orjson.loads(text)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"messages":[1,2,NaN],"a":1}',
+        b'{"messages":[1,2],"messages":[3,"\\ud800",5]}',
+        b'{"messages":[1,2,3],"messages":5,"input":[4,5]}',
+        b'{"messages":[1,2,],"a":1}',
+        b'{"messages":[1,2,3]}}',
+        b'{"mess\\u0061ges":[1, 2 ,3] ,"a":1}',
+        b'[{"messages":[1,2,3]}]',
+        b'\xef\xbb\xbf{"messages":[1,2,3]}',
+        b'{"messages":[],"input":[[],[[],{}],""]}',
+    ],
+)
+def test_what_is_odd_is_read_as_by_one_parser(text: bytes) -> None:
+    assert repr(by_segments(text)) == repr(LbError if text.startswith(b"[") else by_one_parser(text))
+
+
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(
     "text",
@@ -80,6 +138,7 @@ def test_no_comma_is_forgotten_at_a_cut(text: bytes) -> None:
 
 def test_what_is_a_list_is_refused_before_it_is_parsed() -> None:
     large = LargeJson(b"[" + b'"a",' * 1_000_000 + b"1]")
+    assert large.step(), "of no conversation"
     with pytest.raises(LbError):
         large.step()
 
