@@ -60,8 +60,8 @@ RUNNING_OF: Final = 16.0
 """Late first bytes that show whether the same number runs at each."""
 GROWS: Final = 0.1
 """Responses take longer the more requests are there if each adds at least this share of what it would in a queue."""
-ERRORS: Final = 3.0
-"""And so many standard errors."""
+ERRORS: Final = 4.0
+"""And so many standard errors: every response asks, so that what three allow once in a thousand comes soon."""
 EVEN: Final = 0.25
 """What runs is even if its variance is less than this share of its mean: that of requests that do not wait for one
 another is as large as the mean (Poisson)."""

@@ -4,7 +4,8 @@
 An engine takes requests as long as their prompts fit. As the responses grow it sends running requests back to its
 queue, and no new one starts meanwhile (vLLM preempts the latest). Through a stream that shows as silence while the
 engine's other streams go on. Silence alone proves nothing: an engine's parser keeps back a tool call until it is
-complete. So it counts only together with a first byte that is late.
+complete, and one that stands still is silent altogether. So it counts only together with a first byte that is late,
+while most streams go on, and if two observations in a row say the same: that is what a limit does.
 
 The limit is in tokens of prompts and responses in flight, as they are known here: prompts from their bytes, shared
 prefixes as often as they are used. Whatever that is off by, the limit is off by as well. Where an engine reports its
@@ -26,6 +27,7 @@ DECREASE: Final = 0.3
 INCREASE: Final = 1.003
 """By which the limit grows with a first byte in time while it is nearly used up."""
 NEARLY: Final = 0.9
+"""What is used up, or is the same, within this factor."""
 GROWTH: Final = 0.5
 """Share of the responses' expected growth that space is kept for: some end while others grow."""
 
@@ -33,12 +35,14 @@ GROWTH: Final = 0.5
 class Space:
     """One engine's."""
 
-    __slots__ = ("_seen_at", "limit_tokens")
+    __slots__ = ("_held", "_seen_at", "limit_tokens")
 
     def __init__(self) -> None:
         self.limit_tokens = inf
         """Tokens in flight; infinite: nothing showed it yet."""
         self._seen_at = -inf
+        self._held = 0.0
+        """What the latest observation showed."""
 
     def save(self) -> dict[str, float]:
         """The limit, for `restore`; empty while there is none."""
@@ -52,10 +56,12 @@ class Space:
         """A first byte is late while `stalled` of the streams among `in_flight` requests, which have so many tokens in
         all, are silent.
         """
-        if stalled < STALLED or now < self._seen_at + EVERY_S:
+        if not STALLED <= stalled < 0.5 * in_flight or now < self._seen_at + EVERY_S:
             return
-        self._seen_at = now
-        held = context_tokens * (1.0 - stalled / in_flight)
+        held, before = context_tokens * (1.0 - stalled / in_flight), self._held
+        self._seen_at, self._held = now, held
+        if not NEARLY * before < held < before / NEARLY:
+            return
         self.limit_tokens = (
             held if self.limit_tokens == inf else self.limit_tokens + DECREASE * (held - self.limit_tokens)
         )

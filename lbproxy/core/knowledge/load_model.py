@@ -56,8 +56,7 @@ class LoadModel:
         request.
         """
         work = self.work
-        if work.due_at <= now:
-            work.expire(now, self.speed)
+        self._expire(now)
         backlog = 0.0
         if work.pending:
             done = 1000.0 * (now - work.prefill_since) / self.speed.token_ms
@@ -129,10 +128,16 @@ class LoadModel:
             return inf
         return max(0.0, self.prefill_ms(now) - HOLD_MS) / 1000.0
 
+    def _expire(self, now: float) -> None:
+        """Count the whole responses as prefilled whose time has come. Before anything is learned: else that would
+        depend on when somebody asked last.
+        """
+        if self.work.due_at <= now:
+            self.work.expire(now, self.speed)
+
     def _competes(self, now: float) -> bool:
         work = self.work
-        if work.due_at <= now:
-            work.expire(now, self.speed)
+        self._expire(now)
         return self.room.competes(work.in_flight, len(work.pending), work.silent(), now)
 
     def _shortage(self, now: float, overloaded: bool) -> str | None:
@@ -208,6 +213,7 @@ class LoadModel:
     def first_byte(self, placement: Placement, now: float) -> None:
         """Note the first byte of a placed request's response. A non-streaming response is complete then."""
         work, speed = self.work, self.speed
+        self._expire(now)
         if placement not in work.pending:
             if placement.request.leg == DECODE and placement.request.stream:
                 self.pool.transfer.learn(placement.work, 1000.0 * (now - placement.placed_at))
@@ -231,6 +237,7 @@ class LoadModel:
         if tokens <= 0 or placement.ended:
             return
         work, speed = self.work, self.speed
+        self._expire(now)
         work.streamed(placement, tokens, now)
         since, placement.reported_at = placement.reported_at, now
         prefilled_ms, placement.prefilled_ms = work.prefilled_ms - placement.prefilled_ms, work.prefilled_ms
@@ -247,6 +254,7 @@ class LoadModel:
             return
         placement.ended = True
         pool, work, speed = self.pool, self.work, self.speed
+        self._expire(now)
         prefilled = usage is not None or (placement.request.stream and placement not in work.pending)
         if placement in work.pending:  # it failed, was abandoned, or did not stream
             if usage is not None:
@@ -286,6 +294,7 @@ class LoadModel:
         called before it is asked whether the endpoint is full.
         """
         slots, work = self.room.slots, self.work
+        self._expire(now)
         if work.pending:
             late_at = next(iter(work.pending)).late_at
             if late_at <= now:
@@ -383,6 +392,7 @@ class LoadModel:
         if metrics.waiting is None:
             return
         at, pending = metrics.scraped_at, self.work.pending
+        self._expire(at)
         waiting, running = metrics.waiting, metrics.running
         if running is not None:  # what streams runs: only the rest can wait, whatever the gauges call it
             all_there = waiting + running

@@ -46,12 +46,16 @@ STEPS: Final = 2.0
 DECODE: Final = 0.07
 """What a millisecond of decode is worth, relative to one of waiting for the first token."""
 SPACE: Final = 20.0
-"""What the space in a full cache costs, in prefills of the same prompt, with no requests in flight."""
+"""What the space in a full cache costs, in prefills of the same prompt."""
+COPY: Final = 4.0
+"""How many times as much the space of another copy costs, of what a candidate has in its cache: the rest of a prompt
+takes space wherever it goes."""
 DEMAND: Final = 0.5
 """A prefix that so many requests in flight use for each copy of it, as a share of the mean requests in flight at an
 endpoint, takes no space that is worth more: its homes alone cannot be as loaded as the others."""
-CROWDED: Final = 0.3
-"""The share of `SPACE` that is added for each request in flight at a candidate, on average."""
+OVERDUE: Final = 1.5
+"""A prefill that has taken this many times as long as predicted, and the fixed time, is expected to take as much longer
+as it is late by then: whatever holds its engine up, the model does not know it."""
 MAX_SPACE_WAIT_MS: Final = 60_000.0
 MIN_FREED_PER_MS: Final = 0.05
 
@@ -121,20 +125,20 @@ class Adaptive(Policy):
         token_ms, output, pool_base, block = pool.token_ms, pool.output_tokens, pool.base_ms, pool.block_tokens(request)
         prompt, blocks, depths = pool.prompt_tokens(request), len(keys) * block, pool.index.match(keys)
         home = None if request.session is None or is_second else _home(pool, request.session, prompt, block, depths)
-        space, demanded = _space_price(request, loads, block)
-        space_tokens, pool_gap = pool.size.space_tokens, (pool.gap_ms, pool.gap_per_token_ms)
+        demanded, deepest = (blocks * block for blocks in _copied(request, loads, depths))
+        space, anywhere = SPACE * token_ms * pool.hit_ratio, max(0.0, prompt - max(demanded, deepest))
         answer, stall_share, steps = (0.0, 0.0, 0.0) if is_first else (output, STALL, STEPS)
-        per_gap, fewest = DECODE * answer, 0.0 if is_second else 1.0
-        waits, works, spaces = costs.copy(), costs.copy(), cast("list[float]", []) if is_first else None
+        per_gap, fewest, pool_gap = DECODE * answer, 0.0 if is_second else 1.0, (pool.gap_ms, pool.gap_per_token_ms)
+        waits, works, spaces = costs.copy(), costs.copy(), costs.copy()
         any_held, reports = context.any_held or is_first, pool.others.until >= now
-        least = _least_work(prompt, max([depths[load.kv.member_id] for load in loads]) * block) if any_held else 0.0
+        least = work_tokens(max(1.0, prompt - deepest), deepest) if any_held else 0.0
         notes: _Parts | None = None
         for n, load in enumerate(loads):
             there, speed, kv, room = load.work, load.speed, load.kv, load.room
             if there.due_at <= now:
                 there.expire(now, speed)
             rate = token_ms * speed.factor
-            # Prefill: of what is not cached here, after what is queued here, less what is done of the first of that.
+            # Prefill: what is not cached here, after what is queued, less what is done of its first; more if late.
             cached = depths[kv.member_id] * block
             if home is not None and home.cache is kv.cache:
                 cached += pool.sessions.trust * home.unmatched_tokens(prompt, cached)
@@ -142,17 +146,18 @@ class Adaptive(Policy):
             beyond = cached + 0.5 * uncached - SHORT
             own = uncached if beyond <= 0.0 else uncached * (1.0 + PER_CONTEXT * beyond)  # `work_tokens`, inlined
             prefill, backlog = own * rate, 0.0
+            base = speed.base_ms if speed.base_until > now else pool_base
             if there.pending:
-                backlog = there.pending_tokens
+                backlog, head = there.pending_tokens, there.head_tokens
                 done = (1000.0 * (now - there.prefill_since) - steps * speed.mean_gap_ms) / rate
                 if done > 0.0:
-                    backlog -= done if done < there.head_tokens else there.head_tokens  # below 0: by rounding
+                    late = done - OVERDUE * head - (base + 1000.0 * room.lanes.delay_s) / rate
+                    backlog += (late if late > 0.0 else 0.0) - (done if done < head else head)  # below 0: by rounding
             in_flight, streams, others = there.in_flight, float(there.in_flight), room.others
             if others.count or (reports and others.until < now):
                 streams += others.requests(now)
                 backlog += others.queued(now) * pool.work_tokens
             wait, computed = backlog * rate if backlog > 0.0 else 0.0, prefill * (1.0 + stall_share * streams)
-            base = speed.base_ms if speed.base_until > now else pool_base
             if is_second:
                 base, own, prefill, computed = pool.transfer.ms(uncached, token_ms), uncached, 0.0, load.prefill_ms(now)
                 wait = room.slots.wait_ms(streams + room.reservations.count, now)
@@ -165,7 +170,8 @@ class Adaptive(Policy):
             # any endpoint may compute it again, and at their own, slow ones were avoided (goodput .46 instead of .75).
             spaced = uncached if demanded <= cached else max(0.0, uncached + cached - demanded)
             cache, live, foreign = kv.cache, there.live_tokens, others.space(now) if others.cache_tokens else 0.0
-            cache_space = space * ((cache.size * block + live + foreign) / (kv.known_tokens or space_tokens)) * spaced
+            full = (cache.size * block + live + foreign) / (kv.known_tokens or pool.size.space_tokens)
+            cache_space = space * full * (spaced if spaced < anywhere else COPY * spaced - (COPY - 1.0) * anywhere)
             # Space for all prompts and responses: what these have or may add, whichever is more (docs/decisions/0031).
             growth = in_flight * output - live
             over = blocks - cached + answer + foreign - kv.capacity_tokens
@@ -176,10 +182,8 @@ class Adaptive(Policy):
                 stall, decode, slow_down = computed - prefill, per_gap * gap, per_gap * streams * slope * prompt
                 notes = _Parts(notes, cost, base, wait, prefill, stall, decode, slow_down, cache_space, space_wait)
                 notes.cached = prompt - uncached
-            costs[n], waits[n], works[n] = cost, wait, own
-            if spaces is not None:
-                spaces.append(cache_space)
-        if spaces is not None:
+            costs[n], waits[n], works[n], spaces[n] = cost, wait, own, cache_space
+        if is_first:
             _compare_space(costs, notes, spaces)
         return Prices(_with_adapters(costs, notes, loads, request.model, now), waits, works, notes)
 
@@ -269,11 +273,6 @@ def _home(pool: PoolModel, session: str, prompt: float, block: float, depths: Se
     return None if block * max(depths, default=0) >= KNOWN_SHARE * prompt else pool.sessions.home(session)
 
 
-def _least_work(prompt: float, cached: float) -> float:
-    """The work of a prompt at the endpoint with the longest cached prefix."""
-    return work_tokens(max(1.0, prompt - cached), cached)
-
-
 def _wait_ms(load: LoadModel, backlog: float, ahead: float, work: float, context: Context) -> float:
     """The wait, in milliseconds, for what precedes a request with `work`: for prefills or, if no more requests run at
     once, for the end of others. `backlog` is in tokens, `ahead` in requests, both without held requests.
@@ -289,16 +288,16 @@ def _wait_ms(load: LoadModel, backlog: float, ahead: float, work: float, context
     return max(prefills, room.slots.wait_ms(ahead, context.now))
 
 
-def _space_price(request: InferenceRequest, loads: list[LoadModel], block: float) -> tuple[float, float]:
-    """What a token of space in a full cache costs, in milliseconds, and how many of the prompt's first tokens cost
-    nothing, as they are in demand (`DEMAND`). `block`: tokens in a block.
-    """
-    pool, in_flight = loads[0].pool, 0
+def _copied(request: InferenceRequest, loads: list[LoadModel], depths: Sequence[int]) -> tuple[int, int]:
+    """How many of the prompt's first blocks are in demand (`DEMAND`), and how many a candidate has in its cache."""
+    in_flight = deepest = 0
     for load in loads:
         in_flight += load.work.in_flight
-    mean = in_flight / len(loads)
-    demanded = 0 if request.leg == FIRST_LEG else pool.index.demanded(request.block_keys, DEMAND * mean)
-    return SPACE * pool.token_ms * pool.hit_ratio * (1.0 + CROWDED * mean), demanded * block
+        depth = depths[load.kv.member_id]
+        if depth > deepest:  # noqa: PLR1730 - max() takes four times as long
+            deepest = depth
+    of_mean = DEMAND * in_flight / len(loads)
+    return 0 if request.leg == FIRST_LEG else loads[0].pool.index.demanded(request.block_keys, of_mean), deepest
 
 
 def _compare_space(costs: list[float], notes: _Parts | None, spaces: list[float]) -> None:

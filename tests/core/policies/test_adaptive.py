@@ -18,7 +18,7 @@ from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.knowledge.load_model import LoadModel
 from lbproxy.core.knowledge.placement import freed_per_ms
 from lbproxy.core.knowledge.pool_model import PoolModel
-from lbproxy.core.policies.adaptive import CROWDED, DECODE, DEMAND, STALL, STEPS, Adaptive
+from lbproxy.core.policies.adaptive import COPY, DECODE, DEMAND, OVERDUE, STALL, STEPS, Adaptive
 from lbproxy.core.policies.policy import Context, Prices
 from lbproxy.core.requests.request import InferenceRequest
 
@@ -125,7 +125,7 @@ def test_decode_is_dearer_where_more_context_is_read() -> None:
 
 
 def test_space_is_dearer_where_the_cache_is_full() -> None:
-    """20 * .3 * fill * prefill * (1 + .3 * mean in flight)."""
+    """20 * .3 * fill * prefill."""
     pool, (empty, full) = pool_of(2)
     for state in (empty, full):
         state.load.kv.capacity_tokens = state.load.kv.known_tokens = 102_400.0
@@ -133,10 +133,34 @@ def test_space_is_dearer_where_the_cache_is_full() -> None:
     pool.hit_ratio = 0.3
     prices = price(prompt(1000), [empty, full])
     assert prices.costs[1] - prices.costs[0] == pytest.approx(20 * 0.3 * 0.5 * 100.0)
-    decoding(empty, 4)
+
+
+def test_space_of_another_copy_is_dearer_than_space_that_is_taken_anywhere() -> None:
+    """A prompt of 1,024 tokens of which 768 are in one of two caches, both half full. Its last 256 tokens take space
+    wherever it goes.
+    """
+    pool, (home, other) = pool_of(2)
+    for state, keys in ((home, [1, 2, 3]), (other, [7, 8, 9])):
+        state.load.kv.capacity_tokens = state.load.kv.known_tokens = 1536.0
+        state.load.end(state.load.place(prompt(768, keys), 0.0), None, 0.0)
     pool.hit_ratio = 0.3
-    prices = price(prompt(1000), [empty, full])
-    assert prices.costs[1] - (BASE + 100.0 + DECODES) == pytest.approx(20 * 0.3 * 0.5 * 100.0 * (1 + CROWDED * 2))
+    prices = price(prompt(1024, [1, 2, 3, 4]), [home, other])
+    anywhere, copy = 20 * 0.3 * 0.5 * 25.6, COPY * 20 * 0.3 * 0.5 * 76.8
+    assert prices.costs == pytest.approx([BASE + 25.6 + DECODES + anywhere, BASE + 102.4 + DECODES + anywhere + copy])
+
+
+def test_an_engine_that_is_late_is_expected_to_stay_so() -> None:
+    """A prefill of 100 ms, with 40 ms before its first byte: at 300 ms it is late by 110 ms of the 190 ms that are
+    plausible, whatever the reason is.
+    """
+    pool, (late, idle) = pool_of(2)
+    pool.hit_ratio = 0.0
+    late.load.place(prompt(1000), 0.0)
+    late.load.speed.mean_gap_ms = 0.0
+    in_time, now = 0.001 * OVERDUE * 100.0, 0.3
+    assert price(prompt(500), [late, idle], now=in_time).waits_ms == pytest.approx([0.0, 0.0])
+    waits = price(prompt(500), [late, idle], now=now).waits_ms
+    assert waits == pytest.approx([300.0 - OVERDUE * 100.0 - BASE, 0.0])
 
 
 def test_a_request_that_does_not_fit_waits_for_space() -> None:
@@ -222,6 +246,8 @@ def test_the_price_of_a_random_state_is_the_formula() -> None:
     mean = sum(state.load.work.in_flight for state in states) / len(states)
     block = 1024 / pool.bytes_per_token
     prices, demanded = price(request, states, now=now), pool.index.demanded(request.block_keys, DEMAND * mean) * block
+    deepest = max(pool.index.match(request.block_keys)) * block
+    least = max(0.0, 2000 - max(demanded, deepest))
     for state, cost in zip(states, prices.costs, strict=True):
         e, output, d = state.load, pool.output_tokens, state.load.work.in_flight
         matched = pool.index.match(request.block_keys)[e.kv.member_id] * block
@@ -245,7 +271,7 @@ def test_the_price_of_a_random_state_is_the_formula() -> None:
             ((e.speed.base_ms if e.speed.base_until > now else pool.base_ms) + wait + prefill)
             + STALL * d * prefill
             + DECODE * output * (e.speed.gap_ms + e.speed.gap_per_token_ms * (context + 2000 + d * 2000))
-            + 20 * pool.hit_ratio * fill * spaced * rate * (1 + CROWDED * mean)
+            + 20 * pool.hit_ratio * fill * (min(spaced, least) + COPY * max(0.0, spaced - least)) * rate
             + space
         )
         assert cost == pytest.approx(expected)
