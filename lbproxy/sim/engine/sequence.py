@@ -2,7 +2,7 @@
 """What goes into the engine, what comes out of it, and what it keeps of a request in between.
 
 Values only, and mutable records: one for each request inside, and one for the KV of each prompt that is prefilled for
-another engine (`Hold`). What changes them, and when, is `scheduler.py`'s and `handover.py`'s.
+another engine (`Hold`). What changes them, and when, is `engine.py`'s and `handover.py`'s.
 """
 
 from __future__ import annotations
