@@ -404,7 +404,7 @@ class EndpointSet:
         queued = note_scrape(state, metrics, self._stale_after_s)
         if metrics.slots is not None and metrics.slots != state.reported.slots:
             self.report_slots(uid, metrics.slots)
-        if self._pool is not None:
+        if self._pool is not None and queued is not None:
             state.load.scraped(metrics, others=state.others, queued=queued, fresh_until=state.fresh_until)
 
     def reported_at(self, uid: EndpointUid) -> float:

@@ -12,6 +12,8 @@ MIN_METRIC_CHANGES: Final = 3
 """How often a metric must change until it is trusted to show work."""
 INTERVAL_DECAY: Final = 0.9
 """The longest interval is reduced to this share with each change."""
+STANDS_FOR: Final = 3.0
+"""After so many times the longest interval without a change, a page on which streams go on is an old one."""
 
 
 class Progress:
@@ -21,6 +23,7 @@ class Progress:
         "_busy_since",
         "_ended",
         "_placed",
+        "_streamed",
         "failing_since",
         "interval_s",
         "last_at",
@@ -47,6 +50,8 @@ class Progress:
         """The longest recent interval between two changes."""
         self._busy_since = inf
         """When its metrics last changed, if it had requests ever since."""
+        self._streamed = 0
+        """`tokens_streamed` at that moment."""
         self._placed = self._ended = 0
         """Numbers of tickets at the last scrape."""
 
@@ -54,6 +59,13 @@ class Progress:
     def shows_work(self) -> bool:
         """Its metrics change when it works, so that it does not work if they do not change."""
         return self.metric_changes >= MIN_METRIC_CHANGES
+
+    def is_old(self, now: float) -> bool:
+        """Whether the last page is an old one, from a cache on the way: it stands for longer than it ever did while
+        the endpoint worked, and streams went on.
+        """
+        stood_s = now - self._busy_since
+        return self.shows_work and self.tokens_streamed > self._streamed and stood_s > STANDS_FOR * self.interval_s
 
     def scraped(
         self, metrics: LoadMetrics, before: LoadMetrics | None, *, placed: int, in_flight: int, others: float | None
@@ -75,7 +87,7 @@ class Progress:
             if in_flight and self._busy_since < inf:
                 self.metric_changes += 1
                 self.interval_s = max(now - self._busy_since, INTERVAL_DECAY * self.interval_s)
-            self._busy_since = now
+            self._busy_since, self._streamed = now, self.tokens_streamed
         if not in_flight:
             self._busy_since = inf
         if worked or _changed(before, metrics):

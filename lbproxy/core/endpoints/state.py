@@ -237,12 +237,16 @@ def configured_models(spec: EndpointSpec) -> dict[str, ModelCard] | None:
 # What an endpoint reports of its load: for the endpoint set
 
 
-def note_scrape(state: EndpointState, metrics: LoadMetrics, stale_after_s: float) -> float:
-    """Note a successful scrape. Returns how many requests wait in the endpoint that are not ours."""
+def note_scrape(state: EndpointState, metrics: LoadMetrics, stale_after_s: float) -> float | None:
+    """Note a successful scrape. Returns how many requests wait in the endpoint that are not ours; None: the page is an
+    old one, and says nothing.
+    """
     before, placed = state.metrics, state.placed
     others = (state.others or 0.0) + state.elsewhere
     state.standing.progress.scraped(metrics, before, placed=placed, in_flight=state.in_flight, others=others)
     state.metrics = metrics
+    if state.standing.progress.is_old(metrics.scraped_at):
+        return None
     state.fresh_until = state.reported.scrape_until = metrics.scraped_at + stale_after_s
     queued = max(0.0, (metrics.waiting or 0.0) - state.awaiting_first_byte - state.reported.elsewhere_awaiting)
     requests = metrics.requests

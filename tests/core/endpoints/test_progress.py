@@ -417,3 +417,41 @@ def test_a_stream_that_is_silent_for_too_long_counts_if_nothing_moves(timed_out:
         it.balancer.close(ticket, Outcome.UPSTREAM_BROKE, now=it.now, timed_out=timed_out)
     up = timed_out and moves
     assert seen(it.balancer, it.now)["e1"].health is (Health.UP if up else Health.EJECTED)
+
+
+# --- Old pages --------------------------------------------------------------------------------------------------------
+
+
+def test_a_page_that_stands_while_streams_go_on_says_nothing() -> None:
+    """A cache on the way serves it again and again, with the queue of a moment that is long over."""
+    play = Play(policy="adaptive")
+    ticket = play.place("e1")
+    play.work = 40.0
+    play.scrape(waiting=9.0)
+    play.balancer.first_byte(ticket, now=play.now)
+    state = ticket.placed_state
+    fresh_until = state.fresh_until
+    for n in range(10):
+        play.now += 0.2
+        play.balancer.progress(ticket, 10, now=play.now)
+        play.scrape(waiting=9.0)
+        if n == 1:
+            assert state.fresh_until > fresh_until, "it may be slow"
+            fresh_until = state.fresh_until
+    assert state.fresh_until == fresh_until
+    before = state.fresh_until
+    play.work = 50.0
+    play.scrape()
+    assert state.fresh_until > before
+
+
+def test_a_page_that_stands_while_nothing_streams_is_believed() -> None:
+    """A long prefill, whose engine counts at its end."""
+    play = Play(policy="adaptive")
+    ticket = play.place("e1")
+    play.work = 40.0
+    for _ in range(20):
+        play.now += 0.2
+        play.scrape(waiting=9.0)
+    state = ticket.placed_state
+    assert state.fresh_until > play.now + 1.0
