@@ -25,7 +25,7 @@ COMPILED = {
     "lbproxy/core/requests": "large_json media openai outcome outline prompt_keys prompts request retry",
     "lbproxy/core/responses": "json_walk sse usage",
     "lbproxy/core/engines": "handover load_metrics",
-    "lbproxy/core/caches": "adapters cache_loss cache_size prefix_index sessions",
+    "lbproxy/core/caches": "adapters cache_loss cache_size prefix_index savings sessions",
     "lbproxy/core/capacity": "allowance bucket lanes opaque others regression reservations room slots space trends",
     "lbproxy/core/knowledge": (
         "gaps kv_model learning load_model placement pool_model pools prefill_work speed transfer work"

@@ -165,10 +165,9 @@ class LoadModel:
             kv.look_up(placement, work.in_flight, work.live_tokens)
             matched = kv.pin(placement, block_tokens, work.live_tokens)
         cached = min(prompt, matched * block_tokens) if matched else 0.0
-        uncached = max(1.0, prompt - cached)
-        placement.prompt_tokens = prompt
-        placement.uncached_tokens = uncached
-        placement.work = new_work = work_tokens(uncached, cached)
+        placement.prompt_tokens, placement.uncached_tokens = prompt, max(1.0, prompt - cached)
+        cached *= pool.savings.share  # from here on, as far as that is believed
+        placement.work = new_work = work_tokens(max(1.0, prompt - cached), cached)
         if request.session is not None:
             pool.sessions.placed(request.session, request.id, kv.cache, prompt, cached)
         if request.prompt_bytes:
@@ -270,8 +269,8 @@ class LoadModel:
             output = max(output, usage.completion_tokens or 0)
             pool.learn_usage(placement.request, usage)
             session = placement.request.session
-            if session is not None and pool.reports_cached:
-                found = (usage.cached_tokens or 0) - placement.cached_tokens
+            if session is not None and pool.savings.is_reported:
+                found = (usage.cached_tokens or 0) - placement.cached_tokens * pool.savings.share
                 pool.sessions.learn(session, placement.request.id, found)
             if self.kv.is_lost(placement, usage):
                 self.restarted(inferred=True)

@@ -14,6 +14,7 @@ from mypy_extensions import mypyc_attr
 from lbproxy.core.caches.adapters import LoadTimes
 from lbproxy.core.caches.cache_size import SizeEstimate
 from lbproxy.core.caches.prefix_index import MAX_ENTRIES, PrefixIndex
+from lbproxy.core.caches.savings import Savings
 from lbproxy.core.caches.sessions import Sessions
 from lbproxy.core.capacity.opaque import BodySizes, OpaqueTimes
 from lbproxy.core.capacity.others import MeanOthers
@@ -58,11 +59,11 @@ class PoolModel:
         cost less at an endpoint of which more is known."""
         self.opaque, self.body_sizes = OpaqueTimes(), BodySizes()
         """How long opaque requests take, and how that depends on their size."""
+        self.savings = Savings()
+        """Whether prefix caches save time."""
         self.sessions = Sessions()
         """Where the sessions that clients name were placed."""
         self.media = MediaScale()
-        self.reports_cached = False
-        """Some response reported how much of its prompt was cached."""
         self.others = MeanOthers()
         """The mean load of other clients, over the endpoints that report it."""
         self.samples = Samples()
@@ -90,7 +91,7 @@ class PoolModel:
     def learn_usage(self, request: InferenceRequest, usage: Usage) -> None:
         """Learn from reported usage how many bytes make a token, and how many tokens media have."""
         tokens = usage.prompt_tokens or 0
-        self.reports_cached = self.reports_cached or usage.cached_tokens is not None
+        self.savings.is_reported |= usage.cached_tokens is not None
         if request.media_tokens:
             estimated = request.media_tokens
             text_tokens = (request.prompt_bytes - FILLER_BYTES * estimated) / self.bytes_per_token

@@ -19,6 +19,7 @@ from lbproxy.core.knowledge.gaps import Gaps
 from lbproxy.core.knowledge.learning import Samples, clip, saved_samples, step
 from lbproxy.core.knowledge.placement import NEVER, Placement
 from lbproxy.core.knowledge.pool_model import PoolModel
+from lbproxy.core.knowledge.prefill_work import work_tokens
 
 GROUP_S: Final = 0.001
 """First bytes of one endpoint within this time are from the same prefill step."""
@@ -156,7 +157,11 @@ class Speed:
             sample = took_ms - self.base_ms - self.prefill_ms(tokens)
             pool.load_times = pool.load_times.learned(arrival, sample)
             pool.samples.adapter_load_ms += arrival is Arrival.RELOAD
-        elif tokens < FEW_TOKENS:
+            return
+        left = sum([work_tokens(one.uncached_tokens, one.cached_tokens) for one in group])
+        saved = sum([work_tokens(one.prompt_tokens, 0.0) for one in group]) - left
+        pool.savings.learn(left, saved, took_ms - self.base_ms)
+        if tokens < FEW_TOKENS:
             self.base_ms = step(self.base_ms, took_ms)
             pool.base_ms = step(pool.base_ms, took_ms)
             self.samples.base_ms += 1

@@ -122,8 +122,8 @@ class Adaptive(Policy):
         if leg == WHOLE and not request.prompt_bytes:
             return self._price_opaque(request, loads, context)
         pool, keys, is_first, is_second = loads[0].pool, request.block_keys, leg == FIRST_LEG, leg == SECOND_LEG
-        token_ms, output, pool_base, block = pool.token_ms, pool.output_tokens, pool.base_ms, pool.block_tokens(request)
-        prompt, blocks, depths = pool.prompt_tokens(request), len(keys) * block, pool.index.match(keys)
+        prompt, depths, token_ms = pool.prompt_tokens(request), pool.index.match(keys), pool.token_ms
+        output, pool_base, block = pool.output_tokens, pool.base_ms, pool.block_tokens(request) * pool.savings.share
         home = None if request.session is None or is_second else _home(pool, request.session, prompt, block, depths)
         demanded, deepest = (blocks * block for blocks in _copied(request, loads, depths))
         space, anywhere = SPACE * token_ms * pool.hit_ratio, max(0.0, prompt - max(demanded, deepest))
@@ -174,7 +174,7 @@ class Adaptive(Policy):
             cache_space = space * full * (spaced if spaced < anywhere else COPY * spaced - (COPY - 1.0) * anywhere)
             # Space for all prompts and responses: what these have or may add, whichever is more (docs/decisions/0031).
             growth = in_flight * output - live
-            over = blocks - cached + answer + foreign - kv.capacity_tokens
+            over = uncached + answer + foreign - kv.capacity_tokens
             over += cache.pinned * block + (growth if growth > live else live)
             space_wait = space_wait_ms(load, over, now) if over > 0.0 else 0.0
             cost = base + wait + computed + per_gap * (gap + streams * slope * prompt) + (cache_space + space_wait)
