@@ -125,11 +125,11 @@ class Adaptive(Policy):
         prompt, depths, token_ms = pool.prompt_tokens(request), pool.index.match(keys), pool.token_ms
         output, pool_base, block = pool.output_tokens, pool.base_ms, pool.block_tokens(request) * pool.savings.share
         home = None if request.session is None or is_second else _home(pool, request.session, prompt, block, depths)
-        demanded, deepest = (blocks * block for blocks in _copied(request, loads, depths))
+        demanded, deepest = _copied(request, loads, depths, block)
         space, anywhere = SPACE * token_ms * pool.hit_ratio, max(0.0, prompt - max(demanded, deepest))
         answer, stall_share, steps = (0.0, 0.0, 0.0) if is_first else (output, STALL, STEPS)
         per_gap, fewest, pool_gap = DECODE * answer, 0.0 if is_second else 1.0, (pool.gap_ms, pool.gap_per_token_ms)
-        waits, works, spaces = costs.copy(), costs.copy(), costs.copy()
+        waits, works, spaces = costs.copy(), costs.copy(), costs.copy() if is_first else costs  # not kept, else
         any_held, reports = context.any_held or is_first, pool.others.until >= now
         least = work_tokens(max(1.0, prompt - deepest), deepest) if any_held else 0.0
         notes: _Parts | None = None
@@ -182,7 +182,7 @@ class Adaptive(Policy):
                 stall, decode, slow_down = computed - prefill, per_gap * gap, per_gap * streams * slope * prompt
                 notes = _Parts(notes, cost, base, wait, prefill, stall, decode, slow_down, cache_space, space_wait)
                 notes.cached = prompt - uncached
-            costs[n], waits[n], works[n], spaces[n] = cost, wait, own, cache_space
+            spaces[n], costs[n], waits[n], works[n] = cache_space, cost, wait, own  # in this order: see `spaces`
         if is_first:
             _compare_space(costs, notes, spaces)
         return Prices(_with_adapters(costs, notes, loads, request.model, now), waits, works, notes)
@@ -288,8 +288,10 @@ def _wait_ms(load: LoadModel, backlog: float, ahead: float, work: float, context
     return max(prefills, room.slots.wait_ms(ahead, context.now))
 
 
-def _copied(request: InferenceRequest, loads: list[LoadModel], depths: Sequence[int]) -> tuple[int, int]:
-    """How many of the prompt's first blocks are in demand (`DEMAND`), and how many a candidate has in its cache."""
+def _copied(
+    request: InferenceRequest, loads: list[LoadModel], depths: Sequence[int], block: float
+) -> tuple[float, float]:
+    """How many of the prompt's first tokens are in demand (`DEMAND`), and how many a candidate has in its cache."""
     in_flight = deepest = 0
     for load in loads:
         in_flight += load.work.in_flight
@@ -297,7 +299,8 @@ def _copied(request: InferenceRequest, loads: list[LoadModel], depths: Sequence[
         if depth > deepest:  # noqa: PLR1730 - max() takes four times as long
             deepest = depth
     of_mean = DEMAND * in_flight / len(loads)
-    return 0 if request.leg == FIRST_LEG else loads[0].pool.index.demanded(request.block_keys, of_mean), deepest
+    demanded = 0 if request.leg == FIRST_LEG else loads[0].pool.index.demanded(request.block_keys, of_mean)
+    return demanded * block, deepest * block
 
 
 def _compare_space(costs: list[float], notes: _Parts | None, spaces: list[float]) -> None:
