@@ -20,9 +20,9 @@ ENOUGH: Final = 32.0
 LEAST_APART: Final = 0.05
 """Left and saved work must not be proportional: 1 less the square of their correlation."""
 DOUBT: Final = 0.25
-"""A cache that saves this share of what it should is believed: the rest may be what it evicted. With a half, engines with
-a quarter of the cache that was known of them had their first bytes 1.23 and 1.31 times as late after a restart, instead
-of 1.13 and 1.08 (`tests/sim/fleet/test_restart.py`)."""
+"""A cache that saves this share of what it should is believed: the rest may be what it evicted. With a half, engines
+that restarted with a quarter of their cache had first bytes 1.23 and 1.31 times as late, instead of 1.13 and 1.08
+(`tests/sim/fleet/test_restart.py`)."""
 
 
 class Savings:
