@@ -124,7 +124,7 @@ soak: $(VENV)/.dev
 hostile: $(BUILT)/.made
 	cd $(BUILT) && ../../$(BIN)/python -m tests.security.hostile $(or $(HOSTILE),--minutes 60)
 
-# The README's picture: `lbproxy demo --traffic` from begin to end, in the time that it takes.
+# docs/images/demo.gif: `lbproxy demo --traffic` from begin to end, in the time that it takes.
 recording: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.recording
 

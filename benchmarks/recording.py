@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The picture of the README: `lbproxy demo --traffic` from begin to end, as an animated GIF of what its terminal shows.
+"""docs/images/demo.gif: `lbproxy demo --traffic` from begin to end, as an animated GIF of what its terminal shows.
 
     make recording        or .venv/bin/python -m benchmarks.recording [--seed N] [--frames FOLDER]
 

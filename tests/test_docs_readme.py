@@ -1,25 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's table of routing: the last run of routers before simulated servers over HTTP, each at its defaults."""
+"""The README: short, with one table, of the last runs of routers at their defaults, and without a map of its own."""
 
 from __future__ import annotations
 
+import re
 import statistics
 
 import orjson
 
-from tests.support.docs import ROOT, expect_generated, table
+from benchmarks.overhead import results as kept
+from benchmarks.overhead.figures import cpu_us, middle, windows
+from tests.support.docs import DOCS, ROOT, expect_generated, table
 
-RUN = ROOT / "benchmarks" / "results" / "routing-http-full.json"
+README = ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results"
 ROUTERS = ("lbproxy", "nginx least_conn", "vllm-router", "sglang-router", "smg")
-CELLS = {"mooncake": "conversations of Mooncake's trace", "b2b": "75 system prompts of 6,000 tokens"}
+CELLS = {
+    "mooncake": "first token: conversations of Mooncake's trace",
+    "b2b": "first token: 75 system prompts of 6,000 tokens",
+}
+COSTS = {"1k": ("CPU: a 1 KB request", "request"), "sse": ("CPU: an event of a stream", "event")}
 
 
-def test_readme_has_the_routing_of_the_last_run() -> None:
-    run = orjson.loads(RUN.read_bytes())
+def test_readme_has_the_figures_of_the_last_runs() -> None:
+    run = orjson.loads((RESULTS / "routing-http-full.json").read_bytes())
     rows = [[name, *(_mean(run[cell], router) for router in ROUTERS)] for cell, name in CELLS.items()]
-    expect_generated(ROOT / "README.md", "routing", table(["", *ROUTERS], rows))
+    sections = kept.read(RESULTS / "overhead.json")["workloads"]
+    for key, (name, unit) in COSTS.items():
+        seen = windows(sections[key])
+        used = [middle(seen[router.partition(" ")[0]], cpu_us(unit)) for router in ROUTERS]
+        rows.append([name, *(f"{value:,.0f} us" for value in used if value is not None)])
+    expect_generated(README, "measured", table(["", *ROUTERS], rows))
 
 
 def _mean(cell: dict[str, list[dict[str, float]]], router: str) -> str:
     seconds = statistics.mean(one["ttft_mean"] for one in cell[router])
     return f"{1000 * seconds:,.0f} ms"
+
+
+def test_readme_is_read_in_a_minute() -> None:
+    """One picture, one table; pages by job stand in docs/README.md alone."""
+    text = README.read_text(encoding="utf-8")
+    assert text.count("\n") <= 120
+    assert len(re.findall(r"^!\[", text, re.MULTILINE)) == 1
+    assert len(re.findall(r"^\| --- ", text, re.MULTILINE)) == 1
+    last = text.rstrip().rpartition("\n\n")[2]
+    pages = {*re.findall(r"\(docs/([\w-]+\.md)", last)}
+    assert pages == {"README.md", "comparison.md"}, f"{pages} stand in {DOCS.name}/README.md"

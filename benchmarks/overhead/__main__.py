@@ -15,7 +15,6 @@ from pathlib import Path
 
 from benchmarks import overhead
 from benchmarks.overhead import results as kept
-from benchmarks.overhead import summary
 from benchmarks.overhead.hotspots import profile
 from benchmarks.overhead.load import BENCH, ROOT, WORKLOADS, LoadError, build
 from benchmarks.overhead.plan import Stage, measure, say
@@ -27,7 +26,6 @@ from benchmarks.overhead.subjects import PEERS, Subject, lbproxy, least_request,
 
 PAGE = ROOT / "benchmarks/RESULTS.md"
 RAW = ROOT / "benchmarks/results/overhead.json"
-README = ROOT / "README.md"
 PLOT = ROOT / "benchmarks/results/overhead.png"
 OPEN_FILES = 20_000
 """What load, server and proxies may open: 8,900 streams are two sockets each for a proxy."""
@@ -150,12 +148,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def publish(results: Results) -> None:
-    """Into the page, its raw figures, its picture, and the README."""
+    """Into the page, its raw figures and its picture; the README's table is a test's (tests/test_docs_readme.py)."""
     kept.write(RAW, results)
     PAGE.write_text(insert(PAGE.read_text() if PAGE.exists() else "# Results\n", render(results)))
     say(draw(results, PLOT))
-    if set(summary.ROWS) <= set(results["workloads"]):
-        README.write_text(insert(README.read_text(), summary.summarize(results), summary.BEGIN))
 
 
 def main() -> None:

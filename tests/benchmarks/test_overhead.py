@@ -27,7 +27,6 @@ from benchmarks.overhead.plot import draw
 from benchmarks.overhead.report import BEGIN, END, insert, render
 from benchmarks.overhead.results import Other, Results
 from benchmarks.overhead.subjects import PEERS, Subject
-from benchmarks.overhead.summary import summarize
 
 ROOT = Path(__file__).parents[2]
 
@@ -365,21 +364,9 @@ def test_sections_are_kept_one_by_one(tmp_path: Path) -> None:
     assert kept.merge(old, canned({"1k": again})) == canned({"1k": again, "sse": old["workloads"]["sse"]})
 
 
-def test_the_readme_has_the_figures_of_the_run() -> None:
-    some = canned({"sse": section(WINDOWS, "events"), "streams": section(WINDOWS, "memory")})
-    some["workloads"] |= {key: section(WINDOWS) for key in ("1k", "32k")}
-    page = summarize(some)
-    assert "2026-01-02. lbproxy:\nnote on lbproxy" in page
-    assert row(page, "1 KB request") == ["40 us", "20 us", "80 us"]
-    assert row(page, "event of a stream") == ["4 us", "2 us", "8 us"]
-    assert row(page, "RSS at 2,000 streams") == ["80 MB", "80 MB", "80 MB"]
-    assert "about 25,000 small requests or 250,000 events a second" in page
-
-
-def test_the_readme_is_that_of_the_raw_figures() -> None:
+def test_the_page_is_that_of_the_raw_figures() -> None:
     """`python -m benchmarks.overhead --render benchmarks/results/overhead.json --write` puts it right."""
     results = kept.read(ROOT / "benchmarks/results/overhead.json")
-    assert summarize(results) in (ROOT / "README.md").read_text()
     assert render(results) in (ROOT / "benchmarks/RESULTS.md").read_text()
 
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import os
 import re
 import shlex
 import subprocess
+import sys
 import tomllib
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,10 +26,12 @@ from lbproxy.commands.cli import _parser
 from lbproxy.config.sections.access import read_key_file
 from lbproxy.control.admin.schemas import COMPONENTS
 from tests.support.docs import ROOT, Block, all_blocks
-from tests.support.process import lbproxy, mock
+from tests.support.process import Process, lbproxy, mock
 
 BLOCKS = all_blocks()
 ANSWERS = {
+    ("README.md", '{"id":"chatcmpl-'),
+    ("README.md", "2643af5dcfb3ad625afc08bb  "),
     ("admin.md", '{"name":"gpu-2","draining":true'),
     ("operations.md", '{"ready":true'),
     ("failures.md", '{"error":{"message":"The model `nope`'),
@@ -76,7 +80,6 @@ ELSEWHERE = {
 }
 """How a block begins, and what looks at the same thing."""
 PICTURES = {
-    ("README.md", "┌"),
     ("architecture.md", "lbproxy/"),
     ("architecture.md", "config <-"),
     ("routing.md", "request ──▶"),
@@ -271,6 +274,43 @@ def test_a_flow_with_a_key_is_refused_as_shown(tmp_path: Path) -> None:
     shown, said = (seconds.sub("N", text).strip() for text in (documented("fairness.md", "HTTP/1.1 429"), replies[2]))
     assert "sk-batch" not in done.stdout
     assert {*shown.splitlines()} <= {*said.splitlines()}
+
+
+def test_the_readme_prints_what_it_shows(tmp_path: Path) -> None:
+    """But for ids, times, which server it is, and columns of the costs, which come and go with what is measured."""
+    commands = [block for block in BLOCKS if block.page.name == "README.md" and block.mark == "demo"]
+    with Process("demo", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0") as process:
+        listen = process.wait_for(r"lbproxy is at http://(\S+),")[1]
+        admin = process.wait_for(r"http://(\S+)/metrics")[1]
+        program = f"{sys.executable} -m lbproxy"
+        texts = [one.text.replace("127.0.0.1:8080", listen) for one in commands]
+        said = [
+            subprocess.run(
+                ["bash", "-euo", "pipefail", "-c", text.replace(".venv/bin/lbproxy", program)],
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=True,
+                cwd=tmp_path,
+                env={**os.environ, "LBPROXY_ADMIN": admin},
+            ).stdout
+            for text in texts
+        ]
+    reply, decision = (documented(page, text) for page, text in sorted(ANSWERS, reverse=True) if page == "README.md")
+    assert _without_chance(json.loads(said[0])) == _without_chance(json.loads(reply))
+    assert _prose(said[1]) == _prose(decision)
+
+
+def _without_chance(reply: dict[str, object]) -> dict[str, object]:
+    assert {"id", "created"} <= {*reply}
+    return {key: value for key, value in reply.items() if key not in {"id", "created"}}
+
+
+def _prose(decision: str) -> list[str]:
+    """Its lines, with N for numbers, without the tables' columns."""
+    assert re.search(r"^sim-\d +\d", decision, re.MULTILINE)
+    words = re.sub(r"\b[0-9a-f]{24}\b|[\d,.:TZ-]*\d[\d,.:TZ-]*", "N", decision)
+    return [line if len(line.split("  ")) == 1 else line.split("  ")[0] for line in words.splitlines() if line.strip()]
 
 
 def test_what_servers_said_of_an_adapter_is_as_shown(tmp_path: Path) -> None:
