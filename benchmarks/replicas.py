@@ -24,6 +24,7 @@ import orjson
 from benchmarks import replicas_cost as costs
 from benchmarks.replicas_cost import Busy, Cost
 from benchmarks.replicas_routing import part_of
+from benchmarks.restarted_fleet import mean_ttft
 from lbproxy import __version__
 from lbproxy.commands.sim import runs_of, serve
 from lbproxy.config.scenario import Scenario
@@ -31,7 +32,6 @@ from lbproxy.core.requests.outcome import Outcome
 from lbproxy.processes.process import is_compiled
 from lbproxy.sim.figures.report import as_table, summarise
 from lbproxy.sim.fleet.fleet import Served
-from lbproxy.sim.fleet.restart import mean_ttft
 
 HERE = Path(__file__).parent
 PAGE = HERE / "REPLICAS.md"

@@ -24,6 +24,7 @@ from dataclasses import replace
 from functools import partial
 from statistics import fmean
 
+from benchmarks.restarted_fleet import NewEngine, Restart, RestartedFleet, mean_ttft
 from lbproxy import __version__
 from lbproxy.config.balancing import BalancingSettings
 from lbproxy.config.sections.routing import AdmissionSettings, RoutingSettings
@@ -35,7 +36,6 @@ from lbproxy.core.saved.lines import encode, read_lines
 from lbproxy.sim.engine.presets import PRESETS
 from lbproxy.sim.fleet.cluster import Fleet
 from lbproxy.sim.fleet.fleet import FleetOptions, Served, SimulatedServer
-from lbproxy.sim.fleet.restart import NewEngine, Restart, RestartedFleet, mean_ttft
 from lbproxy.sim.workloads.catalogue import LADDER_RATES, make_workload
 from lbproxy.sim.workloads.workload import Workload
 

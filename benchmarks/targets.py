@@ -22,12 +22,12 @@ from pathlib import Path
 import orjson
 
 from benchmarks.cells import CELLS, LADDER_SHORT, Cell
+from benchmarks.oracle import ORACLES, oracle_fleet
 from lbproxy import __version__
-from lbproxy.commands.sim import Run, runs_of, simulate
+from lbproxy.commands.sim import Run, result_of, runs_of, serve, workload_of
 from lbproxy.config.scenario import Scenario
 from lbproxy.core.policies.registry import POLICIES
 from lbproxy.sim.figures.report import Summary
-from lbproxy.sim.fleet.oracle import ORACLES
 
 OURS, FLOOR, LEAST = "adaptive", "round-robin", "least-request"
 BASELINES = [name for name in POLICIES if name not in {OURS, "weighted"}]
@@ -156,7 +156,9 @@ class Runner:
         run, key = self._prepare(name, cell, policy, seed)
         found = self._kept.find(key)
         if found is None:
-            result = simulate(run)
+            of_oracle = policy in ORACLES
+            served = oracle_fleet(run, workload_of(run), policy).run() if of_oracle else serve(run)
+            result = result_of(run.scenario, served)
             steps = {name: phase.output_tokens_s for name, phase in result.phases.items()}
             found = Found(result.summary, steps if len(steps) > 1 else {})
             self._kept.keep(key, found)
@@ -165,8 +167,7 @@ class Runner:
 
     def _prepare(self, name: str, cell: Cell, policy: str, seed: int) -> tuple[Run, str]:
         trace = self._traces.get(cell.workload)
-        of_oracle = policy in ORACLES
-        keys = cell.scenario(["random" if of_oracle else policy], seed, short=False, trace=trace)
+        keys = cell.scenario(["random" if policy in ORACLES else policy], seed, short=False, trace=trace)
         scenario = Scenario.model_validate(keys)
         lines = self._lines[trace] if trace else None
         run = runs_of(scenario, source=name, trace=lines)[-1]
@@ -176,8 +177,6 @@ class Runner:
         )
         text = orjson.dumps(told, option=orjson.OPT_SORT_KEYS) + b"".join(line.encode() for line in (lines or ())[:50])
         mark = hashlib.sha256(text).hexdigest()[:8]
-        if of_oracle:
-            run = replace(run, oracle=policy)
         return run, f"{name} | {policy} | {seed} | {mark}"
 
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from benchmarks.oracle import ORACLES
 from benchmarks.targets import BOUND, FLOOR, LEAST, OURS, PARTS, TOP, Found, Part
 from lbproxy import __version__
 from lbproxy.sim.figures.report import RESAMPLES, Estimate, Summary, markdown, percentile
-from lbproxy.sim.fleet.oracle import ORACLES
 
 NO_LOSS: Mapping[str, tuple[str, bool]] = {
     "ttft_mean": ("TTFT", False),

@@ -8,11 +8,10 @@ so it can go to another process; equal runs give equal results, in whichever pro
 from __future__ import annotations
 
 import multiprocessing
-import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import orjson
 from rich import box
@@ -28,7 +27,6 @@ from lbproxy.config.text import ConfigError
 from lbproxy.config.values import split_rule
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.engines.handover import Role
-from lbproxy.core.policies.policy import Policy
 from lbproxy.core.policies.registry import make_policy
 from lbproxy.core.queue.flows import FlowRules
 from lbproxy.core.requests.request import InferenceRequest
@@ -62,7 +60,6 @@ from lbproxy.sim.fleet.fleet import (
     SimulatedServer,
     ToldUsage,
 )
-from lbproxy.sim.fleet.oracle import OracleBalancer, OracleFleet
 from lbproxy.sim.workloads.catalogue import (
     WORKLOADS,
     UnknownWorkload,
@@ -75,8 +72,6 @@ from lbproxy.sim.workloads.catalogue import (
 from lbproxy.sim.workloads.clients import Clients, Source
 from lbproxy.sim.workloads.traces import TraceError, TraceRow, read_azure, read_mooncake
 from lbproxy.sim.workloads.workload import Job, Workload
-
-AnyReplica = TypeVar("AnyReplica", bound=Balancer)
 
 _TRACE_READERS: Mapping[str, Callable[[Iterable[str]], list[TraceRow]]] = {
     "mooncake": read_mooncake,
@@ -93,8 +88,6 @@ class Run:
     seed: int
     rows: tuple[TraceRow, ...] | None = None
     """Rows of the trace that the workload replays."""
-    oracle: str | None = None
-    """One of `sim.fleet.oracle.ORACLES` in place of the policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +194,12 @@ def runs_of(scenario: Scenario, *, source: str, trace: Iterable[str] | None = No
 
 def simulate(run: Run) -> Result:
     """One simulation, from begin to end. Deterministic."""
-    served = serve(run)
-    servers = sum(group.count for group in run.scenario.fleet)
+    return result_of(run.scenario, serve(run))
+
+
+def result_of(scenario: Scenario, served: Sequence[Served]) -> Result:
+    """What came of a run in which these requests were served."""
+    servers = sum(group.count for group in scenario.fleet)
     return Result(summarise(served, servers), by_phase(served, servers), by_flow(served, servers))
 
 
@@ -246,27 +243,20 @@ Read: TypeAlias = Callable[[Job, InferenceRequest], InferenceRequest]
 
 
 def fleet_of(run: Run, workload: Workload, read: Read | None = None) -> Fleet:
-    """The fleet, the policy and the seed of a run, before a workload. `read`: see `Fleet`; an oracle reads nothing."""
-    scenario = run.scenario
-
-    def make(policy: Policy, kind: type[AnyReplica], rng: random.Random) -> AnyReplica:
-        scrape = _scraping(scenario.scrape_interval)
-        return kind(policy, BalancingSettings(scenario.admission, scenario.flows, scrape=scrape), rng=rng)
-
-    if run.oracle is not None:
-        # Keys as for adaptive, for the balancer's own bookkeeping; the oracle reads none of them.
-        options = fleet_options(scenario, RoutingSettings())
-        return OracleFleet(
-            options,
-            workload,
-            lambda oracle, rng: make(oracle, OracleBalancer, rng),
-            form=run.oracle,
-            seed=run.seed,
-        )
-    options = fleet_options(scenario, run.routing)
+    """The fleet, the policy and the seed of a run, before a workload. `read`: see `Fleet`."""
+    settings = balancing_of(run.scenario)
     return Fleet(
-        options, workload, lambda rng: make(make_policy(run.routing, rng), Balancer, rng), seed=run.seed, read=read
+        fleet_options(run.scenario, run.routing),
+        workload,
+        lambda rng: Balancer(make_policy(run.routing, rng), settings, rng=rng),
+        seed=run.seed,
+        read=read,
     )
+
+
+def balancing_of(scenario: Scenario) -> BalancingSettings:
+    """The settings of a scenario's balancers."""
+    return BalancingSettings(scenario.admission, scenario.flows, scrape=_scraping(scenario.scrape_interval))
 
 
 def _scraping(interval_s: float | None) -> ScrapeSettings:

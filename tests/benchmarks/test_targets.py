@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.cells import Cell
 from benchmarks.decision import prompt_of
+from benchmarks.oracle import ORACLES
 from benchmarks.picture import PARTS as PICTURED
 from benchmarks.picture import SCENE, parts, scene
 from benchmarks.targets import BOUND, OURS, PARTS, Found, Kept, Runner
@@ -19,7 +20,6 @@ from lbproxy.core.policies.adaptive import Adaptive
 from lbproxy.core.policies.policy import Context
 from lbproxy.core.policies.registry import POLICIES
 from lbproxy.sim.figures.report import Summary
-from lbproxy.sim.fleet.oracle import ORACLES
 
 SAME = Summary(100, 0, 1.0, 1.0, 2.0, 3.0, 10.0, 0.02, 0.04, 5000.0, 0.9, 0.5, 1.0, 0.0, 0.0)
 TINY = Cell("own", {"duration_s": 3, "rate": 4, "output_tokens": 10}, servers=2)

@@ -22,7 +22,7 @@ LEAST_APART: Final = 0.05
 DOUBT: Final = 0.25
 """A cache that saves this share of what it should is believed: the rest may be what it evicted. With a half, engines
 that restarted with a quarter of their cache had first bytes 1.23 and 1.31 times as late, instead of 1.13 and 1.08
-(`tests/sim/fleet/test_restart.py`)."""
+(`tests/benchmarks/test_restarted_fleet.py`)."""
 
 
 class Savings:

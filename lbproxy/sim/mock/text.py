@@ -23,7 +23,6 @@ from lbproxy.sim.engine.presets import BLOCK_TOKENS
 
 TOKEN_BYTES = 4
 BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
-MAX_TOKEN_ID = 2**32 - 1
 
 NATURAL_TOKENS = range(32, 97)
 """How long a response gets when nobody limits it, give or take the last sentence: 64 tokens on average."""

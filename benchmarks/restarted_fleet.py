@@ -74,11 +74,6 @@ class RestartedFleet(Fleet):
             self._heap.at(restart.at_s - restart.age_s, self._save, None)
         self._heap.at(restart.at_s, self._begin_anew, None)
 
-    @property
-    def saved_bytes(self) -> int:
-        """The size of the data."""
-        return sum(map(len, self._lines))
-
     def _front(self, rng: random.Random) -> LiveBalancer:
         rng.randrange(1)  # as without a restart
         return self._fronts[-1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What perfect information is worth: a policy that sees into the simulated servers. For the simulation alone.
+"""What perfect information is worth: a policy that sees into the simulated servers.
 
 The oracle takes the endpoint from which the request's first token *would come first*: for each candidate the engine is
 run ahead (`foresight.py`) from its true state, with the true prompt sizes, the blocks that are truly cached or about to
@@ -18,6 +18,9 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+from benchmarks.foresight import Foreseen, PendingPrefill, foresee, slot_free_at
+from lbproxy.commands.sim import Run, balancing_of, fleet_options
+from lbproxy.config.sections.routing import RoutingSettings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.capacity.room import HOLD_MS
 from lbproxy.core.endpoints.endpoint import EndpointUid
@@ -30,7 +33,6 @@ from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.prompt_keys import BLOCK_BYTES
 from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.sim.engine.engine import Engine, SimRequest
-from lbproxy.sim.engine.foresight import Foreseen, PendingPrefill, foresee, slot_free_at
 from lbproxy.sim.engine.presets import BLOCK_TOKENS
 from lbproxy.sim.engine.sequence import Outlook, Running, SequencePhase
 from lbproxy.sim.fleet.cluster import Fleet
@@ -237,6 +239,19 @@ class OracleFleet(Fleet):
     def _close(self, flight: LiveJob, outcome: Outcome, usage: Usage | None = None) -> None:
         super()._close(flight, outcome, usage)
         self._oracle.forget(flight.work.id)
+
+
+def oracle_fleet(run: Run, workload: Workload, form: str) -> OracleFleet:
+    """The fleet of a run, with an oracle in place of its policy."""
+    settings = balancing_of(run.scenario)
+    # Keys as for adaptive, for the balancer's own bookkeeping; the oracle reads none of them.
+    return OracleFleet(
+        fleet_options(run.scenario, RoutingSettings()),
+        workload,
+        lambda oracle, rng: OracleBalancer(oracle, settings, rng=rng),
+        form=form,
+        seed=run.seed,
+    )
 
 
 def _engine(server: LiveServer) -> Engine:

@@ -10,9 +10,9 @@ from functools import cache
 
 import pytest
 
+from benchmarks.restarted_fleet import NewEngine, Restart, RestartedFleet, mean_ttft
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.fleet.fleet import FleetOptions, Served
-from lbproxy.sim.fleet.restart import NewEngine, Restart, RestartedFleet, mean_ttft
 from lbproxy.sim.workloads.catalogue import make_workload
 from tests.sim.fleet.test_cluster import QWEN, replicas
 

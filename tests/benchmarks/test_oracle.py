@@ -9,15 +9,15 @@ import random
 import pytest
 from pydantic import ValidationError
 
+from benchmarks.foresight import PendingPrefill, foresee, slot_free_at
+from benchmarks.oracle import ORACLES, Oracle, OracleBalancer, OracleFleet
 from lbproxy.config.balancing import BalancingSettings
 from lbproxy.config.sections.routing import AdmissionSettings, RoutingSettings
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.engine.engine import Engine
-from lbproxy.sim.engine.foresight import PendingPrefill, foresee, slot_free_at
 from lbproxy.sim.engine.presets import PRESETS, Preset
 from lbproxy.sim.engine.sequence import SimRequest
 from lbproxy.sim.fleet.fleet import FleetOptions, Served, SimulatedServer
-from lbproxy.sim.fleet.oracle import ORACLES, Oracle, OracleBalancer, OracleFleet
 from lbproxy.sim.workloads.catalogue import adapter_names, make_workload
 from lbproxy.sim.workloads.prompts import Piece
 from lbproxy.sim.workloads.workload import Job, OpenLoop, Workload
