@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
 from lbproxy.core.endpoints.health import Health
+from lbproxy.core.endpoints.serving import Serving
 from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.engines.orca import LoadReport
 from lbproxy.core.observed.record import RequestRecord
-from lbproxy.core.queue.stored_responses import StoredResponse
+from lbproxy.core.queue.stored_responses import StoredResponse, StoredResponses
 from lbproxy.core.queue.ticket import Ticket
-from lbproxy.core.requests.openai import ModelCard
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.core.requests.retry import FailureKind, UpstreamError, Verdict
@@ -39,6 +39,10 @@ class RequestRuntime(ABC):
     """Whether our own loop was blocked."""
     move_stranded: Callable[[], None] | None
     """Called when requests may be stranded (`is_stranded`), so that their exchanges send them elsewhere."""
+    serving: Serving
+    """Which endpoints serve which model, and may be asked."""
+    stored_responses: StoredResponses
+    """Which endpoint has which response or other object, and after which prompt."""
 
     # A request
 
@@ -62,6 +66,12 @@ class RequestRuntime(ABC):
     @abstractmethod
     def after_failure(self, ticket: Ticket, error: UpstreamError, earlier: Sequence[FailureKind]) -> Verdict:
         """Decide what follows a failed attempt. The caller closes the ticket, unless it relays the response."""
+
+    def _final(self, verdict: Verdict, error: UpstreamError) -> Verdict:
+        """The verdict of the rules for retries, and of what is known of the pool."""
+        if error.kind is FailureKind.CONNECT and verdict.outcome is Outcome.NO_ENDPOINTS and self.any_up():
+            return Verdict(False, Outcome.CONNECT_FAILED)  # a pool that is up failed this request
+        return verdict
 
     @abstractmethod
     def is_stranded(self, ticket: Ticket) -> bool:
@@ -93,32 +103,24 @@ class RequestRuntime(ABC):
     def report_load(self, ticket: Ticket, report: LoadReport | None) -> None:
         """Report a load report from a response; None = it was malformed."""
 
-    @abstractmethod
     def stores(self, ticket: Ticket, response_id: str) -> None:
         """The endpoint of a placed request stores its response, or another object, and gave it this id."""
+        uid = ticket.placed_state.endpoint.uid
+        self.stored_responses.remember(response_id, uid, ticket.request, now=self.now())
 
-    @property
-    @abstractmethod
-    def has_objects(self) -> bool:
-        """Of some response or other object it is known which endpoint has it."""
-
-    @abstractmethod
     def stored(self, response_id: str) -> StoredResponse | None:
-        """Which endpoint has a response or another object, and after which prompt; None: nobody knows."""
+        """What is known of a response or another object; None: nobody knows of it."""
+        return self.stored_responses.find(response_id, now=self.now())
 
     # Endpoints and models
 
-    @abstractmethod
     def any_up(self) -> bool:
-        """Whether an endpoint takes requests."""
+        """Whether an endpoint takes requests, or may be woken for them."""
+        return bool(self.serving.candidates(None) or self.serving.dormant)
 
-    @abstractmethod
     def base_models(self) -> list[str]:
         """The distinct base models that the endpoints serve."""
-
-    @abstractmethod
-    def model_cards(self) -> list[ModelCard]:
-        """One card for each model that is served."""
+        return list({card.id: None for card in self.serving.model_cards() if card.parent is None})
 
     @abstractmethod
     def members(self) -> Iterable[EndpointState]:
@@ -148,7 +150,7 @@ class RequestRuntime(ABC):
 
     def lists(self, model: str | None) -> bool:
         """Whether an endpoint that is up lists `model`."""
-        return any(card.id == model for card in self.model_cards())
+        return any(card.id == model for card in self.serving.model_cards())
 
     @abstractmethod
     def look_for_models(self, looked: Callable[[], None]) -> bool:

@@ -12,7 +12,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 
 from lbproxy.config.tree import Settings
 from lbproxy.core.balancer import Balancer
@@ -25,12 +24,11 @@ from lbproxy.core.engines.handover import Handover
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.engines.orca import LoadReport
 from lbproxy.core.engines.server_info import Description
-from lbproxy.core.observed.learned import EndpointLearned, PoolLearned, QueueSnapshot
+from lbproxy.core.observed.learned import EndpointLearned
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.observed.sink import Sink
 from lbproxy.core.observed.snapshot import PoolSnapshot
 from lbproxy.core.policies.policy import Policy
-from lbproxy.core.queue.stored_responses import StoredResponse
 from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.requests.openai import ModelCard
 from lbproxy.core.requests.outcome import Outcome
@@ -48,7 +46,8 @@ class Runtime(RequestRuntime):
     """One pool of endpoints on the running loop, with its Balancer in this process."""
 
     def __init__(self, balancer: Balancer, sinks: Sequence[Sink] = ()) -> None:
-        self._balancer = balancer
+        self.balancer = balancer
+        self.serving, self.stored_responses = balancer.endpoints.serving, balancer.stored_responses
         self._sinks = sinks
         self._transitions = balancer.transitions
         self.loop = asyncio.get_running_loop()
@@ -66,8 +65,9 @@ class Runtime(RequestRuntime):
         self.drained: frozenset[str] = frozenset()
         """Keys of endpoints that an operator drained, members or not: names of the settings come and go with DNS."""
         self._model_look = ModelLook(self.loop, self.now)
-        self._model_readers = ByAddress[ModelReader]()
-        self._wakers = ByAddress[Callable[[], None]]()
+        self.model_readers = ByAddress[ModelReader]()
+        """Who asks each endpoint for its models."""
+        self.wakers = ByAddress[Callable[[], None]]()
         """What wakes scrapers, to be called when their endpoints come up."""
         self._ended: list[RequestRecord] = []
         """What the sinks are told of at the end of this turn of the loop."""
@@ -84,7 +84,7 @@ class Runtime(RequestRuntime):
         again: bool = False,
     ) -> Ticket:
         """See RequestRuntime."""
-        ticket = self._balancer.submit(request, now=self.now(), avoid=avoid, suspect=suspect, resubmitted=again)
+        ticket = self.balancer.submit(request, now=self.now(), avoid=avoid, suspect=suspect, resubmitted=again)
         if self._transitions:
             self._tell()
         if ticket.state is TicketState.WAITING:
@@ -94,13 +94,13 @@ class Runtime(RequestRuntime):
 
     def is_stranded(self, ticket: Ticket) -> bool:
         """See RequestRuntime."""
-        return self._balancer.is_stranded(ticket, now=self.now())
+        return self.balancer.is_stranded(ticket, now=self.now())
 
     def after_failure(
         self, ticket: Ticket, error: UpstreamError, earlier: Sequence[FailureKind], decided: Verdict | None = None
     ) -> Verdict:
         """See RequestRuntime. `decided`: the verdict of the worker process in which the attempt failed."""
-        verdict = self._balancer.after_failure(
+        verdict = self.balancer.after_failure(
             ticket,
             error.kind,
             earlier,
@@ -110,46 +110,45 @@ class Runtime(RequestRuntime):
             decided=decided,
             retry_after_s=error.retry_after_s,
         )
-        if error.kind is FailureKind.CONNECT and verdict.outcome is Outcome.NO_ENDPOINTS and self.any_up():
-            verdict = Verdict(False, Outcome.CONNECT_FAILED)  # a pool that is up failed this request
+        verdict = self._final(verdict, error)
         if error.refused:
             self._ask_renewed()
         if self._transitions:
             self._tell()
-        self._pump_soon()
+        self.pump_soon()
         return verdict
 
     def first_byte(self, ticket: Ticket) -> None:
         """See RequestRuntime."""
-        self._balancer.first_byte(ticket, now=self.now())
+        self.balancer.first_byte(ticket, now=self.now())
         if self._transitions:
             self._tell()
         if self._waiters:
-            self._pump_soon()
+            self.pump_soon()
 
     def progress(self, ticket: Ticket, tokens: int) -> None:
         """See RequestRuntime."""
-        self._balancer.progress(ticket, tokens, now=self.now())
+        self.balancer.progress(ticket, tokens, now=self.now())
 
     def close(self, ticket: Ticket, outcome: Outcome, usage: Usage | None = None, *, timed_out: bool = False) -> None:
         """See RequestRuntime."""
-        self._balancer.close(ticket, outcome, now=self.now(), usage=usage, timed_out=timed_out)
+        self.balancer.close(ticket, outcome, now=self.now(), usage=usage, timed_out=timed_out)
         if self._transitions:
             self._tell()
         if self._waiters:
             self._waiters.pop(id(ticket), None)
-            self._pump_soon()
+            self.pump_soon()
 
     def answered(self, ticket: Ticket, outcome: Outcome, usage: Usage | None, *, began: bool, now: float) -> None:
         """See RequestRuntime."""
-        balancer = self._balancer
+        balancer = self.balancer
         if began:
             balancer.first_byte(ticket, now=now)
         balancer.close(ticket, outcome, now=now, usage=usage)
         if self._transitions:
             self._tell()
         if self._waiters:
-            self._pump_soon()
+            self.pump_soon()
 
     def adopt(self, request: InferenceRequest, key: str, *, began: bool, told_tokens: int | None) -> Ticket | None:
         """See Balancer; None if the endpoint left. The caller must `close` the ticket."""
@@ -157,33 +156,18 @@ class Runtime(RequestRuntime):
         return (
             None
             if uid is None
-            else self._balancer.adopt(request, uid, began=began, told_tokens=told_tokens, now=self.now())
+            else self.balancer.adopt(request, uid, began=began, told_tokens=told_tokens, now=self.now())
         )
 
     def owns_response(self, key: str, response_id: str, request: InferenceRequest) -> None:
         """An endpoint has a stored response, unless another one is known to have it."""
-        uid, stored, now = self._uid_of(key), self._balancer.stored_responses, self.now()
+        uid, stored, now = self._uid_of(key), self.stored_responses, self.now()
         if uid is not None and stored.find(response_id, now=now) is None:
             stored.remember(response_id, uid, request, now=now)
 
     def _uid_of(self, key: str) -> EndpointUid | None:
-        state = self._balancer.endpoints.by_key.get(key)
+        state = self.balancer.endpoints.by_key.get(key)
         return None if state is None else state.endpoint.uid
-
-    def stores(self, ticket: Ticket, response_id: str) -> None:
-        """See RequestRuntime."""
-        self._balancer.stored_responses.remember(
-            response_id, ticket.placed_state.endpoint.uid, ticket.request, now=self.now()
-        )
-
-    @property
-    def has_objects(self) -> bool:
-        """See RequestRuntime."""
-        return len(self._balancer.stored_responses) > 0
-
-    def stored(self, response_id: str) -> StoredResponse | None:
-        """See RequestRuntime."""
-        return self._balancer.stored_responses.find(response_id, now=self.now())
 
     def emit(self, record: RequestRecord) -> None:
         """See RequestRuntime. The sinks hear of all of a turn of the loop together, at its end: after the responses
@@ -205,46 +189,38 @@ class Runtime(RequestRuntime):
 
     def set_endpoints(self, specs: Sequence[EndpointSpec]) -> EndpointChanges:
         """The complete set, from discovery."""
-        changes = self._balancer.set_endpoints(specs, now=self.now())
+        changes = self.balancer.set_endpoints(specs, now=self.now())
         for gone in changes.removed:
             del self._members[gone.uid]
         for new in (*changes.added, *changes.changed):
             self._members[new.uid] = new
         for new in changes.added:
             if new.key in self.drained or new.url_key in self.drained:
-                self._balancer.drain(new.uid)
-        self._pump_soon()
+                self.balancer.drain(new.uid)
+        self.pump_soon()
         return changes
-
-    def keys(self) -> set[str]:
-        """Of all endpoints in the set."""
-        return {one.key for one in self._members.values()}
 
     def reconfigure(self, policy: Policy | None, settings: Settings) -> None:
         """Other settings, from now on. `policy`: None = the one there is, with what it learned."""
-        self._balancer.reconfigure(policy, settings.balancing, now=self.now())
-        self._balancer.explain(settings.explain.wanted)
-        self._pump_soon()
+        self.balancer.reconfigure(policy, settings.balancing, now=self.now())
+        self.balancer.explain(settings.explain.wanted)
+        self.pump_soon()
 
     def report_health(self, uid: EndpointUid, ok: bool, reason: str, *, refused: bool = False) -> None:
         """A probe's response. `refused`: nothing listens there."""
-        self._balancer.report_health(uid, ok, reason, now=self.now(), refused=refused)
+        self.balancer.report_health(uid, ok, reason, now=self.now(), refused=refused)
         self._ask_renewed()
         self._tell()
-        self._pump_soon()
-
-    def may_probe_in(self, uid: EndpointUid) -> float:
-        """In how many seconds a probe may go to an endpoint; 0 = now, and it counts as sent."""
-        return self._balancer.may_probe_in(uid, now=self.now())
+        self.pump_soon()
 
     def check(self) -> None:
         """Apply what the time alone changes: states of endpoints, and stranded requests."""
         self._check_due = False
-        stranding = self._balancer.check(now=self.now())
+        stranding = self.balancer.check(now=self.now())
         self._tell()
         if stranding and self.move_stranded is not None:
             self.move_stranded()
-        self._pump_soon()
+        self.pump_soon()
 
     async def keep_checking(self) -> None:
         """Until cancelled: a loop for `supervise`."""
@@ -254,7 +230,7 @@ class Runtime(RequestRuntime):
 
     def _ask_renewed(self) -> None:
         """Have endpoints asked that are other processes than before."""
-        renewed = self._balancer.endpoints.judge.renewed
+        renewed = self.balancer.endpoints.judge.renewed
         if renewed:
             for uid in dict.fromkeys(renewed):
                 self.doubt_models(uid)
@@ -276,25 +252,21 @@ class Runtime(RequestRuntime):
 
     def drain(self, uid: EndpointUid, *, draining: bool = True) -> None:
         """Give an endpoint no new requests (or again), also if discovery loses it for a while. What runs finishes."""
-        self._balancer.drain(uid, draining=draining)
+        self.balancer.drain(uid, draining=draining)
         if (member := self._members.get(uid)) is not None:
             self.drained = self.drained - {member.key, member.url_key} | ({member.key} if draining else set())
-        self._pump_soon()
-
-    def drain_keys(self, keys: Iterable[str]) -> None:
-        """Drain the endpoints with these keys from the moment when they join."""
-        self.drained |= {*keys}
+        self.pump_soon()
 
     def report_models(self, uid: EndpointUid, cards: Iterable[ModelCard] | None) -> None:
         """What an endpoint says it serves; None if it cannot say."""
-        self._balancer.report_models(uid, cards)
+        self.balancer.report_models(uid, cards)
         self._model_look.heard(self.ranks(uid))
-        self._pump_soon()
+        self.pump_soon()
 
     def report_role(self, uid: EndpointUid, handover: Handover) -> None:
         """What an engine says of its part where prefill and decode are apart."""
-        self._balancer.report_role(uid, handover)
-        self._pump_soon()
+        self.balancer.report_role(uid, handover)
+        self.pump_soon()
 
     def report_description(self, uid: EndpointUid, said: Description) -> None:
         """What an endpoint says of itself."""
@@ -302,18 +274,14 @@ class Runtime(RequestRuntime):
             self.report_role(uid, said.handover)
         for rank in self.ranks(uid):
             if said.tokens is not None:
-                self._balancer.report_cache_size(rank, said.tokens, at_most=said.is_upper_bound)
+                self.balancer.report_cache_size(rank, said.tokens, at_most=said.is_upper_bound)
             if said.slots is not None:
-                self._balancer.report_slots(rank, said.slots)
-        self._pump_soon()
-
-    def reads_models(self, url: str, reader: ModelReader) -> AbstractContextManager[None]:
-        """Meanwhile `reader` asks an endpoint for its models. `url`: of the endpoint, which may have left the set."""
-        return self._model_readers.kept(url, reader)
+                self.balancer.report_slots(rank, said.slots)
+        self.pump_soon()
 
     def _reader_of(self, uid: EndpointUid) -> ModelReader | None:
         member = self._members.get(uid)
-        return None if member is None else self._model_readers.get(member.url_key)
+        return None if member is None else self.model_readers.get(member.url_key)
 
     async def refresh_models(self, uid: EndpointUid) -> None:
         """See RequestRuntime."""
@@ -339,17 +307,9 @@ class Runtime(RequestRuntime):
                 self.doubt_models(uid)
         return look.join(looked)
 
-    def wakes_scraper(self, endpoint: Endpoint, wake: Callable[[], None]) -> AbstractContextManager[None]:
-        """Meanwhile `wake` is called when this endpoint comes up: its metrics are wanted at once."""
-        return self._wakers.kept(endpoint.url_key, wake)
-
     def _wake_scraper(self, endpoint: Endpoint) -> None:
-        if (wake := self._wakers.get(endpoint.url_key)) is not None:
+        if (wake := self.wakers.get(endpoint.url_key)) is not None:
             wake()
-
-    def scrape_sent(self, uid: EndpointUid) -> None:
-        """A scrape leaves now."""
-        self._balancer.scrape_sent(uid)
 
     def report_scrape(self, uid: EndpointUid, metrics: LoadMetrics, ranks: Sequence[LoadMetrics] = ()) -> None:
         """What that scrape said, of the server and of each of its ranks: no use if other ranks are its endpoints."""
@@ -357,111 +317,68 @@ class Runtime(RequestRuntime):
         loads = ranks if len(uids) > 1 else (metrics,)
         if len(loads) == len(uids):
             for one, load in zip(uids, loads, strict=True):
-                self._balancer.report_scrape(one, load)
+                self.balancer.report_scrape(one, load)
         self._ask_renewed()
-        self._pump_soon()
+        self.pump_soon()
 
     def ranks(self, uid: EndpointUid) -> list[EndpointUid]:
         """The endpoints at an endpoint's address, in the order of their ranks: itself alone if it is no rank."""
-        return [one.endpoint.uid for one in self._balancer.endpoints.at_address(uid)]
-
-    def ask_load(self, uid: EndpointUid, ask: bool) -> None:
-        """Set whether requests to an endpoint ask for load reports in its responses."""
-        self._balancer.ask_load(uid, ask)
+        return [one.endpoint.uid for one in self.balancer.endpoints.at_address(uid)]
 
     def report_load(self, ticket: Ticket, report: LoadReport | None) -> None:
         """See RequestRuntime. The ticket's end, which follows, pumps."""
-        self._balancer.report_load(ticket, report, now=self.now())
-
-    def wants_scrape(self, uid: EndpointUid) -> bool:
-        """Whether to read an endpoint's metrics now."""
-        return self._balancer.wants_scrape(uid)
-
-    def reported_at(self, uid: EndpointUid) -> float:
-        """When an endpoint's last load report came."""
-        return self._balancer.endpoints.reported_at(uid)
+        self.balancer.report_load(ticket, report, now=self.now())
 
     # Reading
 
     def health(self, uid: EndpointUid) -> Health | None:
         """The verdict on an endpoint; None if it left the set."""
-        state = self._balancer.endpoints.get(uid)
+        state = self.balancer.endpoints.get(uid)
         return None if state is None else state.health
-
-    def any_up(self) -> bool:
-        """See RequestRuntime."""
-        return self._balancer.any_up()
 
     @property
     def block_bytes(self) -> int | None:
         """See RequestRuntime."""
-        return self._balancer.block_bytes
+        return self.balancer.block_bytes
 
     @property
     def splits(self) -> bool:
         """See RequestRuntime."""
-        return self._balancer.endpoints.has_roles
-
-    def base_models(self) -> list[str]:
-        """See RequestRuntime."""
-        return self._balancer.endpoints.base_models()
-
-    def model_cards(self) -> list[ModelCard]:
-        """See RequestRuntime."""
-        return self._balancer.endpoints.model_cards()
+        return self.balancer.endpoints.has_roles
 
     def members(self) -> Iterable[EndpointState]:
         """See RequestRuntime."""
-        return self._balancer.endpoints.members()
+        return self.balancer.endpoints.members()
 
     def snapshot(self) -> PoolSnapshot:
         """Everything, now."""
-        return self._balancer.snapshot(now=self.now())
-
-    @property
-    def endpoints_version(self) -> int:
-        """See Balancer."""
-        return self._balancer.endpoints.version
-
-    def at_address(self, uid: EndpointUid) -> Sequence[EndpointState]:
-        """See EndpointSet."""
-        return self._balancer.endpoints.at_address(uid)
-
-    def learned(self) -> tuple[PoolLearned, dict[EndpointUid, EndpointLearned]] | None:
-        """What was learned of speeds and caches; None under policies that learn nothing."""
-        return self._balancer.learned(now=self.now())
+        return self.balancer.snapshot(now=self.now())
 
     def learned_of(self, uids: Iterable[EndpointUid]) -> dict[EndpointUid, EndpointLearned]:
         """The same of these members alone, about 10 µs for each; empty under policies that learn nothing."""
-        states = (state for state in map(self._balancer.endpoints.get, uids) if state is not None)
-        return self._balancer.learned_of(states, now=self.now())
-
-    def queue(self) -> QueueSnapshot:
-        """The requests that wait."""
-        return self._balancer.queue(now=self.now())
+        states = (state for state in map(self.balancer.endpoints.get, uids) if state is not None)
+        return self.balancer.learned_of(states, now=self.now())
 
     # The contract's steps 2 and 3
 
-    def reconsider(self) -> None:
-        """What is known of endpoints changed without an event of ours: waiting requests may be placed now."""
-        self._pump_soon()
-
-    def _pump_soon(self) -> None:
-        """Once per turn, however many events come in it; a caller is never called back within its own call."""
+    def pump_soon(self) -> None:
+        """Waiting requests may be placed now. Once per turn of the loop, however many events come in it; a caller is
+        never called back within its own call.
+        """
         if self._waiters and not self._pump_due:
             self._pump_due = True
             self.loop.call_soon(self._pump)
 
     def _pump(self) -> None:
         self._pump_due = False
-        for ticket in self._balancer.poll(now=self.now()):
+        for ticket in self.balancer.poll(now=self.now()):
             settled = self._waiters.pop(id(ticket), None)
             if settled is not None:
                 settled(ticket)
         self._arm()
 
     def _arm(self) -> None:
-        deadline = self._balancer.next_deadline()
+        deadline = self.balancer.next_deadline()
         if self._timer is not None:
             if deadline is not None and self._armed_for <= deadline:
                 return  # it fires early enough, and arms again

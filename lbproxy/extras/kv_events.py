@@ -58,7 +58,7 @@ class KvEvents:
 
     def _report(self, uid: EndpointUid, report: CacheReport) -> None:
         self._balancer.report_cache(uid, report)
-        self._runtime.reconsider()
+        self._runtime.pump_soon()
 
     def close(self) -> None:
         """Let go of all sockets. When no loop runs any more."""

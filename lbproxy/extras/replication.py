@@ -246,7 +246,7 @@ class Replication:
     def _lose(self, replica: str) -> None:
         del self._others[replica]
         self._peers.lose(replica, self._runtime.now())
-        self._runtime.reconsider()
+        self._runtime.pump_soon()
         logger.info("replicas: %s is gone", replica, extra={"event": "replicas"})
 
     def _forget_silent(self) -> None:
@@ -303,7 +303,7 @@ class Replication:
                 logger.warning("replicas: %s: %s", replica, error, extra={"event": "replicas"})
             return
         self._peers.hear(batch, self._runtime.now())
-        self._runtime.reconsider()
+        self._runtime.pump_soon()
         if self._journal.has_news:
             self._news.set()  # somebody asks, or is asked, for a reset
 

@@ -202,7 +202,7 @@ class Proxy:
         async with asyncio.TaskGroup() as tasks:
             self.tasks = tasks
             self.members = Membership(self.runtime, Watches(tasks, self._loops, self.rng))
-            self.runtime.drain_keys(inherited.drained)
+            self.runtime.drained |= {*inherited.drained}
             self.members.begin(self.discovery.endpoints())
             self._start_sources()
             await self.keeper.restore(None if self.replication is None else await self.replication.join())

@@ -45,7 +45,7 @@ class Known:
 
     def __init__(self) -> None:
         self._states: dict[EndpointUid, EndpointState] = {}
-        self._serving = Serving(panic=True)
+        self.serving = Serving(panic=True)
         self.has_roles = False
         """See EndpointSet."""
         self.block_bytes: int | None = None
@@ -78,7 +78,7 @@ class Known:
             state = self._states.get(one[0].uid)
             if state is not None:
                 _apply(state, one)
-                self._serving.changed(state)
+                self.serving.changed(state)
         self._note_roles()
 
     def _replace(self, said: dict[EndpointUid, News], order: Sequence[int]) -> None:
@@ -103,10 +103,10 @@ class Known:
             self.stored_responses.move(moved)
         self._note_roles()
         relate_ranks(self._states.values())
-        self._serving.replace_all(self._states.values())
+        self.serving.replace_all(self._states.values())
         for state in self._states.values():
             if state.endpoint.uid in said:
-                self._serving.changed(state)
+                self.serving.changed(state)
 
     def _note_roles(self) -> None:
         self.has_roles = any(one.handover.role is not Role.BOTH for one in self._states.values())
@@ -134,7 +134,7 @@ class Known:
         if not more:
             for state in states:
                 state.models = None if cards is None else models
-                self._serving.changed(state)
+                self.serving.changed(state)
 
     # Reading
 
@@ -145,14 +145,6 @@ class Known:
     def members(self) -> Iterable[EndpointState]:
         """All of them, in the order of the settings."""
         return self._states.values()
-
-    def any_up(self) -> bool:
-        """Whether a member takes requests, or may be woken for them."""
-        return bool(self._serving.candidates(None) or self._serving.dormant)
-
-    def model_cards(self) -> list[ModelCard]:
-        """See RequestRuntime."""
-        return self._serving.model_cards()
 
     def owner(self, request: InferenceRequest, now: float) -> EndpointUid | None:
         """The endpoint that has the stored response of a request; None: there is none, or it is not known."""
@@ -171,7 +163,7 @@ class Known:
 
     def _by_tier(self, request: InferenceRequest) -> list[list[EndpointState]]:
         """Those that may be asked, the lowest tier first. None is above the request's highest tier."""
-        found = self._serving.by_tier(request.model, request.max_tier)
+        found = self.serving.by_tier(request.model, request.max_tier)
         if request.model is not None:
             return found
         return [[one for one in members if one.endpoint.model is None] for members in found]
@@ -193,10 +185,10 @@ class Known:
             if members:
                 break
         if not members:
-            served = self._serving.candidates(request.model) or self._serving.may_rise(
+            served = self.serving.candidates(request.model) or self.serving.may_rise(
                 request.model, (), below=request.max_tier + 1
             )
-            unknown = not avoid and self.any_up() and not served
+            unknown = not avoid and (self.serving.candidates(None) or self.serving.dormant) and not served
             return Outcome.MODEL_NOT_FOUND if unknown else Outcome.NO_ENDPOINTS
         usable = [one for one in members if now >= one.backing_off_until] or members
         return min(usable, key=lambda one: ((one.in_flight + 1) / one.endpoint.weight, one.placed))

@@ -31,7 +31,6 @@ from lbproxy.core.engines.orca import LoadReport
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.observed.sink import Sink
 from lbproxy.core.queue.flow import Refusal
-from lbproxy.core.queue.stored_responses import StoredResponse
 from lbproxy.core.queue.ticket import Overflow, Ticket, TicketState
 from lbproxy.core.requests.openai import ModelCard
 from lbproxy.core.requests.outcome import Outcome
@@ -114,6 +113,7 @@ class RemoteRuntime(RequestRuntime):
         """Requests that were placed without a balancer process."""
         self.owner: WorkerProcess = _Nobody()
         self.known = Known()
+        self.serving, self.stored_responses = self.known.serving, self.known.stored_responses
         self._reports = Reports(self.loop, sinks)
         self._retries = Retries(settings.retry, rng)
         self._link: Link[m.ToWorker] | None = None
@@ -266,8 +266,7 @@ class RemoteRuntime(RequestRuntime):
         )
         if error.refused and self.known.owner(request, now) is not None:
             verdict = Verdict(False, Outcome.RESPONSE_NOT_FOUND)  # the process that stored it is gone
-        elif error.kind is FailureKind.CONNECT and verdict.outcome is Outcome.NO_ENDPOINTS and self.any_up():
-            verdict = Verdict(False, Outcome.CONNECT_FAILED)  # a pool that is up failed this request
+        verdict = self._final(verdict, error)
         if self._link is None:
             self.known.failed(ticket.placed_state, now)
         else:
@@ -305,33 +304,11 @@ class RemoteRuntime(RequestRuntime):
 
     def stores(self, ticket: Ticket, response_id: str) -> None:
         """See RequestRuntime. All workers learn it."""
-        uid = ticket.placed_state.endpoint.uid
-        self.known.stored_responses.remember(response_id, uid, ticket.request, now=self.now())
+        super().stores(ticket, response_id)
         if self._link is not None:
             self._link.send(m.Stores(ticket.number, response_id))
 
-    @property
-    def has_objects(self) -> bool:
-        """See RequestRuntime."""
-        return len(self.known.stored_responses) > 0
-
-    def stored(self, response_id: str) -> StoredResponse | None:
-        """See RequestRuntime."""
-        return self.known.stored_responses.find(response_id, now=self.now())
-
     # Endpoints and models
-
-    def any_up(self) -> bool:
-        """See RequestRuntime."""
-        return self.known.any_up()
-
-    def base_models(self) -> list[str]:
-        """See RequestRuntime."""
-        return list({card.id: None for card in self.known.model_cards() if card.parent is None})
-
-    def model_cards(self) -> list[ModelCard]:
-        """See RequestRuntime."""
-        return self.known.model_cards()
 
     def members(self) -> Iterable[EndpointState]:
         """See RequestRuntime."""
@@ -471,7 +448,7 @@ class RemoteRuntime(RequestRuntime):
         self.known.list_models(message.uids, read, gone=message.gone, adds=message.adds, more=message.more)
 
     def _on_remember(self, message: m.Remember) -> None:
-        stored, uid = self.known.stored_responses, EndpointUid(message.uid)
+        stored, uid = self.stored_responses, EndpointUid(message.uid)
         stored.remember(message.response_id, uid, message.request, now=self.now())
 
     def _on_refreshed(self, message: m.Refreshed) -> None:

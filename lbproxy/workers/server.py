@@ -486,7 +486,7 @@ class WorkerServer:
 
     def tell(self) -> None:
         """Tell the workers what changed of the endpoints since they were told last. O(endpoints) if anything did."""
-        version = self.runtime.endpoints_version
+        version = self.runtime.balancer.endpoints.version
         if version == self._version:
             return
         self._version = version

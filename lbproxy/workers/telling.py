@@ -67,7 +67,7 @@ class Telling:
 
     def _list_of(self, uid: EndpointUid) -> Iterator[Sent]:
         """The list of an endpoint, with all at its address that have the same and were told the same."""
-        ranks = self._runtime.at_address(uid)
+        ranks = self._runtime.balancer.endpoints.at_address(uid)
         if not ranks:  # it left the set
             self._due.discard(uid)
             self._told.pop(uid, None)

@@ -235,8 +235,8 @@ def test_after_any_changes_a_worker_knows_what_the_balancer_process_does(seed: i
         assert [(one.health, one.draining) for one in mine] == [(one.health, one.draining) for one in true]
         for one, other in zip(mine, true, strict=True):
             assert one.models == other.models, one.endpoint.name
-        served = {one.id for one in it.worker.model_cards()}
-        assert served == {one.id for one in it.runtime.model_cards()}
+        served = {one.id for one in it.worker.serving.model_cards()}
+        assert served == {one.id for one in it.runtime.serving.model_cards()}
 
     run(body())
 

@@ -342,11 +342,11 @@ def test_a_load_report_reaches_the_endpoint() -> None:
     async def body() -> None:
         async with balancing(1) as it:
             worker = await it.worker()
-            it.runtime.ask_load(it.endpoints[0].uid, True)
+            it.runtime.balancer.ask_load(it.endpoints[0].uid, True)
             await worker.says(submit(1))
             assert worker.heard(m.Placed)[0].rest == (False, True, None, 0, 0, None)
             await worker.says(m.LoadReported(1, LoadReport(3.0, 4.0, 0.5)), m.LoadReported(1, None))
-            assert it.runtime.reported_at(it.endpoints[0].uid) > 0.0
+            assert it.runtime.balancer.endpoints.reported_at(it.endpoints[0].uid) > 0.0
             await worker.says(m.Close(1, COMPLETED, None, False), ended(1))
 
     run(body())
@@ -487,10 +487,10 @@ def test_requests_that_wait_leave_the_queue_with_their_worker() -> None:
             one, two = await it.worker(0), await it.worker(1)
             it.runtime.drain(it.endpoints[0].uid)
             await one.says(submit(1))
-            waiting = it.runtime.queue().waiting
+            waiting = it.runtime.balancer.queue(now=it.runtime.now()).waiting
             one.end.link.abort()
             await until(lambda: len(it.server.sessions) == 1)
-            assert it.runtime.queue().waiting == 0
+            assert it.runtime.balancer.queue(now=it.runtime.now()).waiting == 0
             assert waiting <= 1
             it.runtime.drain(it.endpoints[0].uid, draining=False)
             await two.says(submit(1), m.Answered(1, COMPLETED, None, True), ended(1))
@@ -725,7 +725,7 @@ def test_models_are_read_again_for_a_worker() -> None:
     async def body() -> None:
         async with balancing(1) as it:
             worker = await it.worker()
-            with it.runtime.reads_models(it.endpoints[0].base_url, (reader := Reader(it))):
+            with it.runtime.model_readers.kept(it.endpoints[0].base_url, (reader := Reader(it))):
                 await worker.says(m.RefreshModels(it.endpoints[0].uid, 5), m.DoubtModels(it.endpoints[0].uid))
                 await until(lambda: worker.heard(m.Refreshed))
             assert worker.heard(m.Refreshed) == [m.Refreshed(5)]

@@ -91,7 +91,7 @@ class ShownState:
 
     def everything(self) -> Fields:
         """GET /admin/state."""
-        learned = self._runtime.learned()
+        learned = self._runtime.balancer.learned(now=self._runtime.now())
         loads, workers = self._loads, self.workers()
         return {
             "version": __version__,
@@ -110,7 +110,7 @@ class ShownState:
             "state_file": _state_file(loads.state),
             "endpoints": self.endpoints(),
             "models": [_rounded(one._asdict()) for one in self._runtime.snapshot().models],
-            "queue": _queue(self._runtime.queue()),
+            "queue": _queue(self._runtime.balancer.queue(now=self._runtime.now())),
             "learned": None if learned is None else _rounded(asdict(learned[0])),
             "transitions": self.recent.transitions()[:RECENT_TRANSITIONS],
         }
@@ -123,7 +123,7 @@ class ShownState:
 
     def endpoints(self) -> list[Fields]:
         """In the order of the settings, then those that are leaving."""
-        learned = self._runtime.learned()
+        learned = self._runtime.balancer.learned(now=self._runtime.now())
         by_uid = {} if learned is None else learned[1]
         digests, snapshot = self.recent.by_endpoint(), self._runtime.snapshot()
         return [

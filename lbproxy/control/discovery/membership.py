@@ -98,5 +98,5 @@ class Membership:
 
     def _later(self, specs: Sequence[EndpointSpec]) -> set[str]:
         """The keys of new endpoints beyond the first `JOINED_AT_ONCE`."""
-        known = self._runtime.keys()
+        known = self._runtime.balancer.endpoints.by_key
         return set(islice((one.key for one in specs if one.key not in known), JOINED_AT_ONCE, None))

@@ -160,7 +160,7 @@ class Prober:
 
     async def run(self) -> None:
         """Until cancelled."""
-        with self._runtime.reads_models(self._endpoint.url_key, self):
+        with self._runtime.model_readers.kept(self._endpoint.url_key, self):
             await self._keep_asking()
 
     async def _keep_asking(self) -> None:
@@ -179,7 +179,7 @@ class Prober:
 
     async def _keep_health(self, path: str) -> None:
         while True:
-            wait_s = self._runtime.may_probe_in(self._endpoint.uid)
+            wait_s = self._runtime.balancer.may_probe_in(self._endpoint.uid, now=self._runtime.now())
             if wait_s > 0.0:
                 await asyncio.sleep(wait_s)
                 continue

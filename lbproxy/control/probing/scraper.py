@@ -261,7 +261,7 @@ class Scraper:
         self._shared.running += 1
         came_up = asyncio.Event()
         try:
-            with self._runtime.wakes_scraper(self.endpoint, came_up.set):
+            with self._runtime.wakers.kept(self.endpoint.url_key, came_up.set):
                 while True:
                     due_at = await self.turn()
                     due = self._runtime.loop.call_later(due_at - self._runtime.now(), came_up.set)
@@ -275,7 +275,7 @@ class Scraper:
         """One scrape, if one is needed now. Returns when to look again."""
         began_at = self._runtime.now()
         interval_s = self._shared.settings.interval
-        if self._runtime.wants_scrape(self.endpoint.uid):
+        if self._runtime.balancer.wants_scrape(self.endpoint.uid):
             if self._can_wait(began_at):
                 self._count(LEFT_OUT)
             else:
@@ -293,7 +293,7 @@ class Scraper:
         if self._failures or self._target is None or self._good_at is None:
             return False
         interval_s = self._shared.interval_s(idle=self._idle)
-        lately = now - self._runtime.reported_at(self.endpoint.uid) <= interval_s
+        lately = now - self._runtime.balancer.endpoints.reported_at(self.endpoint.uid) <= interval_s
         return lately and now + interval_s - self._good_at <= self._shared.settings.stale_after / 2
 
     async def _scrape(self) -> None:
@@ -321,7 +321,7 @@ class Scraper:
 
     async def _ask(self, target: Target) -> bytes:
         self._sent_at = self._runtime.now()
-        self._runtime.scrape_sent(self.endpoint.uid)
+        self._runtime.balancer.scrape_sent(self.endpoint.uid)
         timeout_s, max_bytes = self._shared.settings.timeout, self._shared.settings.page
         return await fetch_page(target, self._shared.connections, timeout_s=timeout_s, max_bytes=max_bytes)
 
@@ -406,7 +406,7 @@ class Scraper:
     def _ask_load(self, ask: bool) -> None:
         if ask is not self._asks_load:
             self._asks_load = ask
-            self._runtime.ask_load(self.endpoint.uid, ask)
+            self._runtime.balancer.ask_load(self.endpoint.uid, ask)
 
     def _failed(self, error: ScrapeError, sent_at: float) -> None:
         self._count(error.result)

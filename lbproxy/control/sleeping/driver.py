@@ -148,7 +148,7 @@ class SleepDriver:
             if one.before is Phase.WAKING and one.after is Phase.AWAKE:
                 self.wake_times.observe(one.lasted_s)
         transitions.clear()
-        self._runtime.reconsider()
+        self._runtime.pump_soon()
 
 
 def _log(one: SleepTransition) -> None:

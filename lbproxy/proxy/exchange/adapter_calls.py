@@ -105,7 +105,7 @@ class AdapterCalls:
                 raise LbError(Outcome.MODEL_NOT_FOUND, f"No base model `{named}` is served.", param="base_model_name")
             return named
         if request.target.startswith("/v1/unload"):
-            for card in self._runtime.model_cards():
+            for card in self._runtime.serving.model_cards():
                 if card.id == adapter and card.parent in bases:
                     return card.parent
         if len(bases) > 1:

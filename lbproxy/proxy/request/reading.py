@@ -132,7 +132,7 @@ class RequestReader:
             request.route.flatten is None
             or not request.route.is_common
             or "store" in read
-            or (self._runtime.has_objects and request.body.find(_FILE_ID, 0, MAX_SEARCHED_BYTES) >= 0)
+            or (self._runtime.stored_responses and request.body.find(_FILE_ID, 0, MAX_SEARCHED_BYTES) >= 0)
         ):
             response_id, stores = self._storage(request, read)
             repeatable = repeatable and not read.get("background")  # it would run to its end each time
@@ -189,7 +189,7 @@ class RequestReader:
         if (
             route.name == OTHER
             or "conversation" in fields
-            or (self._runtime.has_objects and _has_references(request.body))
+            or (self._runtime.stored_responses and _has_references(request.body))
         ):
             named += named_in_body(fields)
         known = next((one for one in named if self._runtime.stored(one) is not None), None)
@@ -218,7 +218,7 @@ class RequestReader:
 
     def model_cards(self) -> list[ModelCard]:
         """The models that clients may name: those of the endpoints that are up, and aliases of them."""
-        return self._aliases.listed(self._runtime.model_cards())
+        return self._aliases.listed(self._runtime.serving.model_cards())
 
     def _read(self, request: ClientRequest, large: Large | None) -> tuple[BodyFacts, ClientRequest]:
         """The same, with the name that the client used."""
@@ -249,7 +249,7 @@ class RequestReader:
         now = self._runtime.now()
         if now >= self._served_until:
             self._served_until = now + SERVED_S
-            self._served = frozenset(card.id for card in self._runtime.model_cards())
+            self._served = frozenset(card.id for card in self._runtime.serving.model_cards())
         return self._served
 
 

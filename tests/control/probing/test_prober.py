@@ -416,11 +416,11 @@ def test_one_that_comes_back_from_an_ejection_is_asked_for_its_models_at_once() 
             state = r.balancer._endpoints.get(r.endpoints[0].uid)
             assert state is not None
             r.balancer._judge._eject(state, Cause.FAULTS, "test", r.runtime.now())
-            assert [card.id for card in r.runtime.model_cards()] == ["a"]
+            assert [card.id for card in r.runtime.serving.model_cards()] == ["a"]
             state.standing.breaker.until = r.runtime.now()
             r.balancer._judge.due_at = r.runtime.now()
             r.runtime.check()
-            await until(lambda: [card.id for card in r.runtime.model_cards()] == ["b"])
+            await until(lambda: [card.id for card in r.runtime.serving.model_cards()] == ["b"])
 
     run(main())
 

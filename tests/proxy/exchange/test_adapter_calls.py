@@ -59,7 +59,7 @@ def test_it_goes_to_every_endpoint_as_it_came_and_each_one_answers() -> None:
             rig(one.url, two.url, more=ALLOWED) as r,
         ):
             reader = Reader()
-            with r.runtime.reads_models(r.endpoints[1].base_url, reader):
+            with r.runtime.model_readers.kept(r.endpoints[1].base_url, reader):
                 reply = await r.ask(post(NEW, LOAD, more="Authorization: Bearer k\r\n"))
             assert (reply.status, said(reply)) == (200, [("e1", 200), ("e2", 200)])
             assert json.loads(reply.body)["data"][0]["body"] == "Success: LoRA adapter 'new' added successfully."
@@ -131,7 +131,7 @@ def test_the_answer_is_the_worst_of_all(script: Script, status: int) -> None:
             rig(one.url, two.url, more=more) as r,
         ):
             reader = Reader()
-            with r.runtime.reads_models(r.endpoints[1].base_url, reader):
+            with r.runtime.model_readers.kept(r.endpoints[1].base_url, reader):
                 reply = await r.ask(post(NEW, LOAD))
             assert (reply.status, said(reply)) == (status, [("e1", 200), ("e2", status)])
             assert reader.asked == ["refresh"] * (status == 400), "who has it already may not have been known to"
@@ -257,7 +257,7 @@ def test_a_model_that_one_endpoint_lost_is_asked_for_at_another(model: str) -> N
         async with ScriptedEndpoint(UNKNOWN) as one, ScriptedEndpoint(OK) as two, rig(one.url, two.url, more=more) as r:
             adapters_everywhere(r)
             reader = Reader()
-            with r.runtime.reads_models(r.endpoints[0].base_url, reader):
+            with r.runtime.model_readers.kept(r.endpoints[0].base_url, reader):
                 chat = json.dumps({"model": model, "messages": []}).encode()
                 replies = [await r.ask(post(chat)) for _ in range(4)]
             assert [reply.status for reply in replies] == [200] * 4

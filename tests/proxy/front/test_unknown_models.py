@@ -43,7 +43,7 @@ class Reader:
 def asking(it: Rig, *readers: Reader) -> AsyncExitStack:
     stack = AsyncExitStack()
     for reader in readers:
-        stack.enter_context(it.runtime.reads_models(reader.url, reader))
+        stack.enter_context(it.runtime.model_readers.kept(reader.url, reader))
         it.runtime.report_models(reader.uid, [synthetic_card(name) for name in reader.names])
     return stack
 
@@ -151,7 +151,7 @@ def test_an_endpoint_that_a_trial_brings_back_is_asked_for_its_models() -> None:
                         break
                     await asyncio.sleep(0.2)
                 await until(lambda: reader.asked, "asked")
-                await until(lambda: [card.id for card in it.runtime.model_cards()] == ["new"], "its new list")
+                await until(lambda: [card.id for card in it.runtime.serving.model_cards()] == ["new"], "its new list")
 
     run(main())
 
@@ -178,7 +178,7 @@ def test_a_server_that_comes_back_with_other_models_between_two_probes_is_asked_
             async with server:
                 while it.runtime.health(uid) is not Health.UP:
                     await it.ask(post())
-                await until(lambda: [card.id for card in it.runtime.model_cards()] == ["new"], "its new list")
+                await until(lambda: [card.id for card in it.runtime.serving.model_cards()] == ["new"], "its new list")
                 assert (await it.ask(NEW)).status == 200
                 assert (await it.ask(post())).status == 404
                 assert server.asked("/health") == 1

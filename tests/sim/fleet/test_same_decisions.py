@@ -124,7 +124,7 @@ class Recorder(Balancer):
         super().report_models(uid, listed)
 
     def scrape_sent(self, uid: EndpointUid) -> None:
-        self.events.append(Event(self.clock(), lambda it: it.runtime.scrape_sent(uid)))
+        self.events.append(Event(self.clock(), lambda it: it.runtime.balancer.scrape_sent(uid)))
         super().scrape_sent(uid)
 
     def report_scrape(self, uid: EndpointUid, metrics: LoadMetrics) -> None:
