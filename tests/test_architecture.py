@@ -111,7 +111,6 @@ LARGE = {
     "PoolModel": 23,
     "Proxy": 22,
     "Relay": 23,
-    "Runtime": 18,
     "Ticket": 42,
 }
 """Classes that have more, and how many: these numbers only shrink."""

@@ -12,6 +12,7 @@ a look-up by name.
 from __future__ import annotations
 
 import asyncio
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 
@@ -32,17 +33,17 @@ from lbproxy.driver.pulse import Pulse
 class RequestRuntime(ABC):
     """The balancer, as exchanges see it. All of it runs on one event loop; only `refresh_models` awaits."""
 
-    loop: asyncio.AbstractEventLoop
-    now: Callable[[], float]
-    """Monotonic seconds."""
-    pulse: Pulse
-    """Whether our own loop was blocked."""
-    move_stranded: Callable[[], None] | None
-    """Called when requests may be stranded (`is_stranded`), so that their exchanges send them elsewhere."""
-    serving: Serving
-    """Which endpoints serve which model, and may be asked."""
-    stored_responses: StoredResponses
-    """Which endpoint has which response or other object, and after which prompt."""
+    def __init__(self, serving: Serving, stored_responses: StoredResponses) -> None:
+        self.loop = asyncio.get_running_loop()
+        # Not loop.time: uvloop's has a resolution of 1 ms, and stands still while the loop is busy.
+        self.now: Callable[[], float] = time.monotonic
+        self.pulse = Pulse()  # whoever makes the runtime starts it
+        self.move_stranded: Callable[[], None] | None = None
+        """Called when requests may be stranded (`is_stranded`), so that their exchanges send them elsewhere."""
+        self.serving = serving
+        """Which endpoints serve which model, and may be asked."""
+        self.stored_responses = stored_responses
+        """Which endpoint has which response or other object, and after which prompt."""
 
     # A request
 

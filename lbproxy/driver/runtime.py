@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Iterable, Sequence
 
 from lbproxy.config.tree import Settings
@@ -36,7 +35,6 @@ from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.core.requests.retry import FailureKind, UpstreamError, Verdict
 from lbproxy.driver.by_address import ByAddress
 from lbproxy.driver.model_look import ModelLook, ModelReader
-from lbproxy.driver.pulse import Pulse
 from lbproxy.driver.request_runtime import RequestRuntime
 
 logger = logging.getLogger("lbproxy")
@@ -46,21 +44,16 @@ class Runtime(RequestRuntime):
     """One pool of endpoints on the running loop, with its Balancer in this process."""
 
     def __init__(self, balancer: Balancer, sinks: Sequence[Sink] = ()) -> None:
+        super().__init__(balancer.endpoints.serving, balancer.stored_responses)
         self.balancer = balancer
-        self.serving, self.stored_responses = balancer.endpoints.serving, balancer.stored_responses
         self._sinks = sinks
         self._transitions = balancer.transitions
-        self.loop = asyncio.get_running_loop()
-        # Not loop.time: uvloop's has a resolution of 1 ms, and stands still while the loop is busy.
-        self.now: Callable[[], float] = time.monotonic
-        self.pulse = Pulse()  # the composition root starts it
         self._waiters: dict[int, Callable[[Ticket], None]] = {}
         """The callbacks of requests that wait, by the id() of their tickets."""
         self._pump_due = False
         self._check_due = False
         self._timer: asyncio.TimerHandle | None = None
         self._armed_for = 0.0
-        self.move_stranded: Callable[[], None] | None = None
         self._members: dict[EndpointUid, Endpoint] = {}
         self.drained: frozenset[str] = frozenset()
         """Keys of endpoints that an operator drained, members or not: names of the settings come and go with DNS."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf
 from typing import Any, Final, Protocol
@@ -36,7 +35,6 @@ from lbproxy.core.requests.openai import ModelCard
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import DECODE, PREFILL, InferenceRequest, Usage
 from lbproxy.core.requests.retry import FailureKind, Retries, UpstreamError, Verdict
-from lbproxy.driver.pulse import Pulse
 from lbproxy.driver.request_runtime import RequestRuntime
 from lbproxy.workers import messages as m
 from lbproxy.workers.contents import read_endpoint, read_handover, submit_of
@@ -105,15 +103,11 @@ class RemoteRuntime(RequestRuntime):
 
     def __init__(self, settings: Settings, rng: random.Random, sinks: Sequence[Sink] = ()) -> None:
         """`sinks`: of this process's own records, besides the balancer process."""
-        self.loop = asyncio.get_running_loop()
-        self.now = time.monotonic
-        self.pulse = Pulse()
-        self.move_stranded: Callable[[], None] | None = None
+        self.known = Known()
+        super().__init__(self.known.serving, self.known.stored_responses)
         self.placed_alone = 0
         """Requests that were placed without a balancer process."""
         self.owner: WorkerProcess = _Nobody()
-        self.known = Known()
-        self.serving, self.stored_responses = self.known.serving, self.known.stored_responses
         self._reports = Reports(self.loop, sinks)
         self._retries = Retries(settings.retry, rng)
         self._link: Link[m.ToWorker] | None = None

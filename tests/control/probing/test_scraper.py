@@ -71,7 +71,7 @@ def test_gauges_are_dated_by_when_the_scrape_was_sent(monkeypatch: pytest.Monkey
         async with ScriptedEndpoint(serve) as server, rig(spec(server)) as r:
             r.bring_up()
             tell = r.runtime.balancer.scrape_sent
-            monkeypatch.setattr(r.runtime, "scrape_sent", scrape_sent)
+            monkeypatch.setattr(r.runtime.balancer, "scrape_sent", scrape_sent)
             async with running(r.scraper(r.endpoints[0]).run):
                 await until(lambda: r.seen().metrics)
             metrics = r.seen().metrics
