@@ -34,7 +34,6 @@ Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point of the `lbproxy` script."""
     parser = _parser()
     args = parser.parse_args(arguments)
     if args.command in {None, "check"} and args.config is None:
@@ -105,7 +104,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_mock(mock: argparse.ArgumentParser) -> None:
-    """The options of one simulated server."""
     mock.add_argument("--host", default="127.0.0.1", help="where it listens (default: 127.0.0.1)")
     mock.add_argument("--port", type=int, default=8000, help="0 = any free port (default: 8000)")
     mock.add_argument("--model", default="sim", help="the served model's name (default: sim)")

@@ -52,7 +52,6 @@ class AdminClient:
             raise AdminError(f"{self.url} is not a URL") from None
 
     def close(self) -> None:
-        """Let go of its connections."""
         self._client.close()
 
     def get(self, *path: str) -> Fields:
@@ -60,7 +59,6 @@ class AdminClient:
         return self._ask("GET", path)
 
     def post(self, *path: str) -> Fields:
-        """Do what is there."""
         return self._ask("POST", path)
 
     def token(self) -> str | None:

@@ -116,7 +116,6 @@ def set_awake(client: AdminClient, console: Console, name: str, *, awake: bool) 
 
 
 def undrain(client: AdminClient, console: Console, name: str) -> int:
-    """Give it requests again."""
     client.post("endpoints", name, "undrain")
     console.print(f"{plain(name)} takes requests again", markup=False)
     return 0

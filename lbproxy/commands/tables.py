@@ -228,7 +228,6 @@ LEGEND = (
 
 
 def decisions(recent: Sequence[Fields]) -> Table:
-    """Recent requests, one row each."""
     table = Table(box=None, padding=(0, 0, 0, 1), header_style="dim", pad_edge=False)
     table.add_column("request", no_wrap=True, max_width=MAX_NAME)
     table.add_column("endpoint", no_wrap=True, max_width=MAX_ROUTE)
@@ -275,7 +274,6 @@ def transitions(recent: Sequence[Fields]) -> Group:
 
 
 def explanation(found: Fields) -> Group:
-    """Why a request went where it went, and what came of it."""
     pieces: list[RenderableType] = [_headline(found)]
     if found["waited"] is not None:
         waited = found["waited"]

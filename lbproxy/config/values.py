@@ -133,7 +133,6 @@ class _OrAuto(Quantity):
     """A count, or `auto` for 0."""
 
     def read(self, value: object) -> float | int:
-        """See Quantity."""
         return 0 if value == "auto" else Quantity.read(self, value)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, object]:
@@ -148,7 +147,6 @@ class _SplitRule(Quantity):
     WORDS: ClassVar = {"priced": -1.0, "always": 0.0, "never": math.inf}
 
     def read(self, value: object) -> float | int:
-        """See Quantity."""
         known = self.WORDS.get(value) if isinstance(value, str) else None
         return Quantity.read(self, value) if known is None else known
 

@@ -47,7 +47,6 @@ class Pulse:
         self._listeners.append(listener)
 
     def start(self) -> None:
-        """Begin to tick."""
         self._arm()
 
     def close(self) -> None:

@@ -76,7 +76,6 @@ class Runtime(RequestRuntime):
         suspect: EndpointUid | None = None,
         again: bool = False,
     ) -> Ticket:
-        """See RequestRuntime."""
         ticket = self.balancer.submit(request, now=self.now(), avoid=avoid, suspect=suspect, resubmitted=again)
         if self._transitions:
             self._tell()
@@ -86,7 +85,6 @@ class Runtime(RequestRuntime):
         return ticket
 
     def is_stranded(self, ticket: Ticket) -> bool:
-        """See RequestRuntime."""
         return self.balancer.is_stranded(ticket, now=self.now())
 
     def after_failure(
@@ -112,7 +110,6 @@ class Runtime(RequestRuntime):
         return verdict
 
     def first_byte(self, ticket: Ticket) -> None:
-        """See RequestRuntime."""
         self.balancer.first_byte(ticket, now=self.now())
         if self._transitions:
             self._tell()
@@ -120,11 +117,9 @@ class Runtime(RequestRuntime):
             self.pump_soon()
 
     def progress(self, ticket: Ticket, tokens: int) -> None:
-        """See RequestRuntime."""
         self.balancer.progress(ticket, tokens, now=self.now())
 
     def close(self, ticket: Ticket, outcome: Outcome, usage: Usage | None = None, *, timed_out: bool = False) -> None:
-        """See RequestRuntime."""
         self.balancer.close(ticket, outcome, now=self.now(), usage=usage, timed_out=timed_out)
         if self._transitions:
             self._tell()
@@ -133,7 +128,6 @@ class Runtime(RequestRuntime):
             self.pump_soon()
 
     def answered(self, ticket: Ticket, outcome: Outcome, usage: Usage | None, *, began: bool, now: float) -> None:
-        """See RequestRuntime."""
         balancer = self.balancer
         if began:
             balancer.first_byte(ticket, now=now)
@@ -277,19 +271,16 @@ class Runtime(RequestRuntime):
         return None if member is None else self.model_readers.get(member.url_key)
 
     async def refresh_models(self, uid: EndpointUid) -> None:
-        """See RequestRuntime."""
         if (reader := self._reader_of(uid)) is not None:
             await reader.refresh_models()
 
     def doubt_models(self, uid: EndpointUid) -> None:
-        """See RequestRuntime."""
         if (reader := self._reader_of(uid)) is not None:
             reader.doubt_models()
         if (member := self._members.get(uid)) is not None and member.rank is not None:
             self._wake_scraper(member)  # the server may have other ranks now
 
     def look_for_models(self, looked: Callable[[], None]) -> bool:
-        """See RequestRuntime and ModelLook."""
         look = self._model_look
         if look.may_begin:
             members = self._members.values()
@@ -331,16 +322,13 @@ class Runtime(RequestRuntime):
 
     @property
     def block_bytes(self) -> int | None:
-        """See RequestRuntime."""
         return self.balancer.block_bytes
 
     @property
     def splits(self) -> bool:
-        """See RequestRuntime."""
         return self.balancer.endpoints.has_roles
 
     def members(self) -> Iterable[EndpointState]:
-        """See RequestRuntime."""
         return self.balancer.endpoints.members()
 
     def snapshot(self) -> PoolSnapshot:

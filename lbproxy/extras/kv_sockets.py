@@ -121,7 +121,6 @@ class ZmqSocket:
                     loop.remove_reader(one)
 
     def close(self) -> None:
-        """Let go of it."""
         if self._monitor is not None:
             self._socket.disable_monitor()
             self._monitor.close(0)

@@ -74,7 +74,6 @@ class RedisStore:
         return f"{self._prefix}:{kind}:{replica}" if replica else f"{self._prefix}:{kind}"
 
     async def append(self, replica: str, batch: bytes) -> None:
-        """Append one batch to the stream of a replica."""
         key = self._key("stream", replica)
         async with _bounded():
             pipe = self._redis.pipeline(transaction=False)
@@ -83,7 +82,6 @@ class RedisStore:
             await pipe.execute()
 
     async def last(self, replica: str) -> bytes:
-        """The position of the newest batch of a replica."""
         async with _bounded():
             found = await self._redis.xrevrange(self._key("stream", replica), count=1)
         return found[0][0] if found else b"0-0"
@@ -122,7 +120,6 @@ class RedisStore:
         return alive, _ids(done[4])
 
     async def leave(self, replica: str) -> None:
-        """Say that a replica is gone."""
         async with _bounded():
             pipe = self._redis.pipeline(transaction=False)
             pipe.delete(self._key("alive", replica), self._key("wants", replica))
@@ -133,7 +130,6 @@ class RedisStore:
     # What one knows, for one who joins
 
     async def want(self, of: str, replica: str) -> None:
-        """Ask a replica for what it knows."""
         async with _bounded():
             pipe = self._redis.pipeline(transaction=False)
             pipe.rpush(self._key("wants", of), replica)
@@ -141,7 +137,6 @@ class RedisStore:
             await pipe.execute()
 
     async def give(self, to: str, data: bytes) -> None:
-        """Give a piece of that to the one who asked."""
         async with _bounded():
             pipe = self._redis.pipeline(transaction=False)
             pipe.rpush(self._key("knowledge", to), data)
@@ -185,7 +180,6 @@ class RedisStore:
         return {name: one for name, one in zip(names, infos, strict=True) if one and len(one) <= MAX_INFO_BYTES}
 
     async def close(self) -> None:
-        """Let go of all connections."""
         for client in (self._redis, *self._others):
             try:
                 async with asyncio.timeout(CALL_S):

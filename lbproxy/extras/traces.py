@@ -72,7 +72,6 @@ class Traces:
         return {"sent": self._sent, "failed": self._failed, "dropped": self._dropped}
 
     def ended(self, records: list[RequestRecord]) -> None:
-        """See runtime.Sink."""
         for record in records:
             if record.trace is not None:
                 self._take(record)
@@ -151,7 +150,6 @@ class _NowAndThen(logging.Filter):
         self._next_at = float("-inf")
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """See logging.Filter."""
         now = time.monotonic()
         if now < self._next_at:
             return False

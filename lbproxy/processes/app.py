@@ -314,7 +314,6 @@ class Proxy:
         return f"{len(self.discovery.endpoints())} endpoints by {self.settings.routing.policy}"
 
     async def reload(self) -> list[str] | None:
-        """See api.Steering."""
         if self._orders.read_settings is None:
             return None
         async with self._changing:
@@ -407,7 +406,6 @@ class Proxy:
     # Steering: see control.admin.api
 
     async def add_endpoint(self, entry: Mapping[str, object], *, keep: bool) -> str:
-        """See api.Steering."""
         async with self._changing:
             overlay, settings = self.overlay.add(self.settings, entry, keep=keep)
             await self._take_over(settings)
@@ -415,7 +413,6 @@ class Proxy:
             return settings.endpoints[-1].name
 
     async def remove_endpoint(self, name: str) -> bool:
-        """See api.Steering."""
         async with self._changing:
             from_file = name not in self.overlay.added
             overlay, settings = self.overlay.remove(self.settings, name)
@@ -428,26 +425,22 @@ class Proxy:
         self._orders.overlaid()
 
     def drain(self, uid: EndpointUid, *, draining: bool) -> None:
-        """See api.Steering."""
         self.runtime.drain(uid, draining=draining)
         self._orders.overlaid()
 
     def set_log_level(self, level: str) -> None:
-        """See api.Steering."""
         log = self.settings.log.model_copy(update={"level": level})
         self.settings = self.settings.model_copy(update={"log": log})
         self.telemetry.log.reconfigure(log)
         self.plane.set_log_level(level)
 
     def origin(self, name: str) -> str:
-        """See api.Steering."""
         keep = self.overlay.added.get(name)
         if keep is not None:
             return "added, kept by a reload" if keep else "added"
         return "settings" if any(one.name == name for one in self.settings.endpoints) else "discovery"
 
     def set_awake(self, uid: EndpointUid, awake: bool) -> str | None:
-        """See api.Steering."""
         return self.drivers.sleep.ask(uid, awake=awake)
 
     # Stopping

@@ -66,7 +66,6 @@ class _Told(Notifier):
         self._reloads = False
 
     def reloading(self) -> None:
-        """See Notifier."""
         self._reloads = True
         self._supervisor.send(Reloading())
 
@@ -77,7 +76,6 @@ class _Told(Notifier):
             self._supervisor.send(Reloaded(status))
 
     def beat(self, lag_s: float = 0.0) -> None:
-        """See Notifier."""
         self._supervisor.beat(lag_s)
 
 

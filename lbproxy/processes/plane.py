@@ -78,7 +78,6 @@ class Lags:
         self._listeners: list[Callable[[float], None]] = []
 
     def listen(self, listener: Callable[[float], None]) -> None:
-        """See telemetry.Ticker."""
         self._listeners.append(listener)
 
     def observe(self, lags_s: Sequence[float]) -> None:
@@ -124,7 +123,6 @@ class WorkersPlane:
         self._loads.stale.clear()
 
     def own_load(self) -> OwnLoad:
-        """See DataPlane."""
         beats, totals = [one.beat for one in self.server.sessions], self._totals
         return OwnLoad(
             next((one.refuses for one in beats if one.refuses), None),
@@ -141,7 +139,6 @@ class WorkersPlane:
         )
 
     def workers(self) -> Workers:
-        """The worker processes, now."""
         totals, unheard = self._totals, max(0, self._count - self.server.heard())
         errors, dropped, alone = totals.number("internal"), totals.number("dropped"), totals.number("alone")
         return Workers([_facts(one) for one in self.server.sessions], unheard, errors, dropped, alone)

@@ -34,7 +34,6 @@ class Threads(ThreadPoolExecutor):
     """
 
     def submit(self, fn: Callable[..., T], /, *args: object, **kwargs: object) -> Future[T]:
-        """See Executor."""
         future: Future[T] = Future()
         Thread(target=_call, args=(future, fn, args, kwargs), name="lbproxy-thread", daemon=True).start()
         return future

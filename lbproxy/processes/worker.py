@@ -134,7 +134,6 @@ class Worker:
         self._log.close()
 
     def _batch(self, waited: bool) -> int:
-        """See net.listening.listener."""
         front = self._plane.front
         self._shares.set(self._start.index, front.open_connections + front.listener.passing)
         return self._shares.batch(self._start.index, waited=waited)
@@ -179,16 +178,13 @@ class Worker:
             await asyncio.sleep(DIAL_S)
 
     def pong(self) -> None:
-        """See workers.remote.WorkerProcess."""
         self._heard_at = self._loop.time()
 
     def settle(self, text: str) -> None:
-        """See workers.remote.WorkerProcess."""
         self._log_level = None
         self._group.create_task(self._adopt(Text(text, self._start.settings.source)))
 
     def set_log_level(self, level: str) -> None:
-        """See workers.remote.WorkerProcess."""
         self._log_level = level
         self._log.reconfigure(self._log_settings())
 

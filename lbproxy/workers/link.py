@@ -102,7 +102,6 @@ class Link(Generic[Received]):
         self._unsent.pop()
 
     def flush(self) -> None:
-        """Send now what is to be sent."""
         self._scheduled = False
         unsent, self._unsent = self._unsent, []
         transport = self._transport
@@ -220,7 +219,6 @@ class Link(Generic[Received]):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio."""
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
@@ -273,7 +271,6 @@ class Link(Generic[Received]):
         self._full = True
 
     def resume_writing(self) -> None:
-        """See asyncio."""
         self._full = False
         if self._fed and not self._pumping:
             self._pumping = True
@@ -284,7 +281,6 @@ class Link(Generic[Received]):
         return None
 
     def connection_lost(self, error: Exception | None) -> None:
-        """See asyncio."""
         self._transport = None
         self._fed.clear()
         self._lost()

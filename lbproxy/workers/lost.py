@@ -64,7 +64,6 @@ class LostRequests:
             self._give_up(loss)
 
     def close(self) -> None:
-        """No worker comes back."""
         for loss in list(self._losses):
             self._give_up(loss)
 

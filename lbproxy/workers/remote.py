@@ -72,15 +72,12 @@ class WorkerProcess(Protocol):
 
     def settle(self, text: str) -> None:
         """There are other settings: this is their text. `RemoteRuntime.adopted` follows, whether they can be used."""
-        ...
 
     def set_log_level(self, level: str) -> None:
         """Log from this level on, until there are other settings."""
-        ...
 
     def pong(self) -> None:
         """The balancer process lives."""
-        ...
 
 
 class _Nobody:
@@ -204,12 +201,10 @@ class RemoteRuntime(RequestRuntime):
         return ticket
 
     def close(self, ticket: Ticket, outcome: Outcome, usage: Usage | None = None, *, timed_out: bool = False) -> None:
-        """See RequestRuntime."""
         if self._end(ticket, outcome) and self._link is not None:
             self._link.send(m.Close(ticket.number, m.OUTCOME_NUMBERS[outcome], usage, timed_out))
 
     def answered(self, ticket: Ticket, outcome: Outcome, usage: Usage | None, *, began: bool, now: float) -> None:
-        """See RequestRuntime."""
         if self._end(ticket, outcome) and self._link is not None:
             self._link.send(m.Answered(ticket.number, m.OUTCOME_NUMBERS[outcome], usage, began))
 
@@ -227,14 +222,12 @@ class RemoteRuntime(RequestRuntime):
         return True
 
     def first_byte(self, ticket: Ticket) -> None:
-        """See RequestRuntime."""
         if ticket.first_byte_at is None:
             ticket.first_byte_at = self.now()
             if self._link is not None:
                 self._link.send(m.FirstByte(ticket.number))
 
     def progress(self, ticket: Ticket, tokens: int) -> None:
-        """See RequestRuntime."""
         if self._link is None:
             return
         number, gathered = ticket.number, self._reports.progress
@@ -249,7 +242,6 @@ class RemoteRuntime(RequestRuntime):
             self._link.send(m.ProgressMade(gathered))
 
     def after_failure(self, ticket: Ticket, error: UpstreamError, earlier: Sequence[FailureKind]) -> Verdict:
-        """See RequestRuntime."""
         now, request = self.now(), ticket.request
         verdict = self._retries.decide(
             error.kind,
@@ -272,7 +264,6 @@ class RemoteRuntime(RequestRuntime):
         return verdict
 
     def is_stranded(self, ticket: Ticket) -> bool:
-        """See RequestRuntime."""
         one = self._open.get(ticket.number)
         return one is not None and one.stranded and ticket.first_byte_at is None
 
@@ -282,7 +273,6 @@ class RemoteRuntime(RequestRuntime):
         return self._link
 
     def emit(self, record: RequestRecord) -> None:
-        """See RequestRuntime."""
         self._reports.emit(record, self._link if self._welcomed else None)
 
     def hand_out(self) -> None:
@@ -292,7 +282,6 @@ class RemoteRuntime(RequestRuntime):
     # What its response shows
 
     def report_load(self, ticket: Ticket, report: LoadReport | None) -> None:
-        """See RequestRuntime."""
         if self._link is not None:
             self._link.send(m.LoadReported(ticket.number, report))
 
@@ -305,17 +294,14 @@ class RemoteRuntime(RequestRuntime):
     # Endpoints and models
 
     def members(self) -> Iterable[EndpointState]:
-        """See RequestRuntime."""
         return self.known.members()
 
     @property
     def block_bytes(self) -> int | None:
-        """See RequestRuntime."""
         return self.known.block_bytes
 
     @property
     def splits(self) -> bool:
-        """See RequestRuntime."""
         return self.known.has_roles
 
     def look_for_models(self, looked: Callable[[], None]) -> bool:
@@ -323,12 +309,10 @@ class RemoteRuntime(RequestRuntime):
         return False
 
     def doubt_models(self, uid: EndpointUid) -> None:
-        """See RequestRuntime."""
         if self._link is not None:
             self._link.send(m.DoubtModels(uid))
 
     async def refresh_models(self, uid: EndpointUid) -> None:
-        """See RequestRuntime."""
         if self._link is None:
             return
         self._last_number += 1

@@ -64,7 +64,6 @@ class _Job:
         """All endpoints were asked for their models because of it."""
 
     def settled(self, ticket: Ticket) -> None:
-        """See RequestRuntime.submit."""
         self.session.settled(self, ticket)
 
 

@@ -23,7 +23,6 @@ class LinkedWorker(Protocol):
 
     def goes_on(self, before: Self) -> None:
         """It is the process whose link `before` is lost."""
-        ...
 
 
 AWorker = TypeVar("AWorker", bound=LinkedWorker)

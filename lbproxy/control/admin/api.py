@@ -50,31 +50,24 @@ class Steering(Protocol):
 
     async def reload(self) -> list[str] | None:
         """Read the settings again. Returns what is wrong with them; None: they came from no file."""
-        ...
 
     async def add_endpoint(self, entry: Mapping[str, object], *, keep: bool) -> str:
         """One more; returns its name. Raises ConfigError."""
-        ...
 
     async def remove_endpoint(self, name: str) -> bool:
         """One less; returns whether the file has it. Raises UnknownEntryError; ConfigError if it is the last."""
-        ...
 
     def drain(self, uid: EndpointUid, *, draining: bool) -> None:
         """Drain an endpoint, or end that."""
-        ...
 
     def set_log_level(self, level: str) -> None:
         """Until a reload or a restart."""
-        ...
 
     def origin(self, name: str) -> str:
         """Where an endpoint comes from."""
-        ...
 
     def set_awake(self, uid: EndpointUid, awake: bool) -> str | None:
         """Have an endpoint woken, or put to sleep. Returns why that cannot be."""
-        ...
 
 
 class ApiError(Exception):

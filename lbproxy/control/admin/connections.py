@@ -66,7 +66,6 @@ class AdminConnections:
         self._open[connection] = None
 
     def closed(self, connection: AdminConnection) -> None:
-        """It is lost."""
         self._open.pop(connection, None)
         self.deadlines.disconnected(connection)
         self._loop.call_soon(self._freed)  # asyncio closes its socket after this
@@ -91,7 +90,6 @@ class AdminConnections:
             self._end(one)
 
     def close(self) -> None:
-        """End all."""
         for one in list(self._open):
             self._end(one)
         self.deadlines.close()
@@ -152,7 +150,6 @@ class AdminConnection(web.RequestHandler):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio.Protocol."""
         self._wire = cast(asyncio.Transport, transport)
         self._wire.set_write_buffer_limits(high=0)
         super().connection_made(transport)
@@ -169,18 +166,15 @@ class AdminConnection(web.RequestHandler):
         self._all.closed(self)
 
     def pause_writing(self) -> None:
-        """See asyncio.Protocol."""
         super().pause_writing()
         self._all.deadlines.write_stalled(self)
 
     def resume_writing(self) -> None:
-        """See asyncio.Protocol."""
         super().resume_writing()
         self.since = self._loop.time()
         self._all.deadlines.write_resumed(self)
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
         if self._head_bytes > MAX_HEAD_BYTES:
             return  # refused
         count, in_body = self._request_count, not self._body.is_eof()

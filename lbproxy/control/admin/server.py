@@ -56,7 +56,6 @@ class Pages(Protocol):
 
     async def page(self) -> tuple[bytes, str]:
         """The page and its content type."""
-        ...
 
 
 class _Page:

@@ -35,12 +35,10 @@ class Drainable(Protocol):
     @property
     def url(self) -> str | None:
         """Where clients reach it; None: it does not listen yet."""
-        ...
 
     @property
     def draining(self) -> bool:
         """It takes no more."""
-        ...
 
 
 class ClientListener(Drainable, Protocol):
@@ -49,16 +47,13 @@ class ClientListener(Drainable, Protocol):
     @property
     def running(self) -> int:
         """Requests that were read and have no complete response yet."""
-        ...
 
     @property
     def open_connections(self) -> int:
         """Connections of clients."""
-        ...
 
     def running_records(self) -> Iterable[RequestRecord]:
         """What is known so far of the requests that run."""
-        ...
 
 
 class ShownState:

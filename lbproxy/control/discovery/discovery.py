@@ -292,7 +292,6 @@ class Discovery:
     # Names
 
     async def _follow(self, name: Known, runtime: Runtime, publish: Publish) -> None:
-        """Until cancelled."""
         while True:
             began_at = runtime.now()
             before, was_good = name.members, name.problem is None

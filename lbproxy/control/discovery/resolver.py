@@ -55,7 +55,6 @@ class Resolver:
         return await self._in_thread(self._lookup(host))
 
     async def services(self, name: str) -> Services:
-        """The SRV records of `name`."""
         return await self._in_thread(self._services(name))
 
     async def _in_thread(self, question: Coroutine[object, object, T]) -> T:

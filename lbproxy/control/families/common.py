@@ -46,7 +46,6 @@ def counters(
 
 
 def counter(name: str, text: str, value: float) -> CounterMetricFamily:
-    """One counter."""
     return CounterMetricFamily(f"lbproxy_{name}", f"{text}.", value=value)
 
 
@@ -62,7 +61,6 @@ def gauges(
 
 
 def gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
-    """One gauge."""
     return GaugeMetricFamily(f"lbproxy_{name}", f"{text}.", value=value)
 
 
@@ -72,7 +70,6 @@ def histogram(name: str, text: str, labels: Sequence[str] = ("route",)) -> Histo
 
 
 def render(family: Metric) -> bytes:
-    """One family as text."""
     return generate_latest(_Single(family))
 
 

@@ -117,7 +117,6 @@ class RequestCounts:
         self._series = _Series()
 
     def count(self, record: RequestRecord) -> None:
-        """Count one."""
         kind = self._kinds.get((record.route, record.outcome, record.status, record.endpoint, record.model))
         if kind is None:
             kind = self._kind_of(record)
@@ -185,7 +184,6 @@ class RequestCounts:
 
     @property
     def placed(self) -> int:
-        """Requests that were placed."""
         return sum(self._queue_wait.counts)
 
     def totals(self) -> RequestTotals:

@@ -23,17 +23,14 @@ class Sleeping(Protocol):
     @property
     def is_needed(self) -> bool:
         """Whether there are servers that may sleep."""
-        ...
 
     @property
     def waited(self) -> int:
         """Requests that waited for a wake, so far."""
-        ...
 
     @property
     def results(self) -> Mapping[tuple[str, str, str], int]:
         """Orders that were carried out: the endpoint, what, and ok or failed."""
-        ...
 
 
 _COUNTERS = (

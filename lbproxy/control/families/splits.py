@@ -47,7 +47,6 @@ class SplitCounts:
                 self._times.observe(record.prefill_s)
 
     def forget_the_gone(self, names: Collection[str]) -> None:
-        """Drop the series of other endpoints."""
         keep(self._split, lambda name: name in names)
         keep(self._first_legs, lambda key: key[0] in names)
 

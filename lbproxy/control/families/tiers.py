@@ -36,7 +36,6 @@ class PlacementCounts:
             self._split.count(record)
 
     def forget_the_gone(self, names: Collection[str]) -> None:
-        """Drop the series of other endpoints."""
         self._split.forget_the_gone(names)
 
     def families(self, pool: PoolSnapshot, placed: int) -> Iterator[Metric]:

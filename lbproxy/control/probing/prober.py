@@ -159,7 +159,6 @@ class Prober:
         """The models named in the last log line; None: none yet, or it cannot say."""
 
     async def run(self) -> None:
-        """Until cancelled."""
         with self._runtime.model_readers.kept(self._endpoint.url_key, self):
             await self._keep_asking()
 
@@ -225,12 +224,10 @@ class Prober:
             self._doubted.clear()  # that it is up now is no news
 
     def doubt_models(self) -> None:
-        """See model_look.ModelReader."""
         self._models_due_at = self._description_due_at = float("-inf")  # until it says it
         self._doubted.set()
 
     async def refresh_models(self) -> None:
-        """See model_look.ModelReader."""
         if self._endpoint.models is not None:
             return
         answer = await ask_models(self._endpoint, self._connections, self._settings.timeout)

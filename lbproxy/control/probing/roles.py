@@ -29,11 +29,9 @@ class Pool(Protocol):
     @property
     def splits(self) -> bool:
         """Whether any endpoint has the role prefill or decode."""
-        ...
 
     def snapshot(self) -> PoolSnapshot:
         """Everything, now."""
-        ...
 
 
 class RoleWatch:
@@ -46,13 +44,11 @@ class RoleWatch:
         self._logged: frozenset[str] = frozenset()
 
     async def run(self) -> None:
-        """Look for ever."""
         while True:
             await asyncio.sleep(LOOK_S)
             self.look()
 
     def look(self) -> None:
-        """Look once."""
         found = find_problems(self._parts()) if self._has_roles() else []
         for problem in found:
             if problem in self._last and problem not in self._logged:

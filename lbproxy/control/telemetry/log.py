@@ -37,7 +37,6 @@ class JsonFormatter(logging.Formatter):
     """A log record as one JSON object: time, level, event, message, then whatever was given as `extra`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """See logging.Formatter."""
         fields: dict[str, object] = {
             "time": stamp(record.created),
             "level": record.levelname.lower(),
@@ -73,7 +72,6 @@ class LineHandler(logging.Handler):
         self.setFormatter(JsonFormatter())
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See logging.Handler."""
         error = record.exc_info[1] if record.exc_info else None
         if error is not None and record.levelno >= logging.ERROR and not _is_clients_fault(error):
             self.internal_errors += 1

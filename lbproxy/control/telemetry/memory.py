@@ -39,7 +39,6 @@ class Memory:
             self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
-        """Let go of the file."""
         if self._statm is not None:
             os.close(self._statm)
             self._statm = None

@@ -28,7 +28,6 @@ class ProcessLog:
         self._level: int = logging.getLevelNamesMapping()[settings.level.upper()]
 
     def reconfigure(self, settings: LogSettings) -> None:
-        """Log by other settings from now on."""
         logging.getLogger("lbproxy").setLevel(settings.level.upper())
         self._access = settings.access
         self._level = logging.getLevelNamesMapping()[settings.level.upper()]

@@ -82,13 +82,11 @@ class Recent:
             self._kept = deque(self._kept, maxlen=limit)
 
     def ended(self, records: list[RequestRecord]) -> None:
-        """See runtime.Sink."""
         for record in records:
             if record.attempts or record.wait is not None or record.outcome in REFUSED:  # it came to the balancer
                 self._kept.append(record)
 
     def transition(self, transition: Transition) -> None:
-        """See runtime.Sink."""
         before, after = transition.before.value, transition.after.value
         self._transitions.append((self._now(), transition.endpoint.name, before, after, transition.reason))
 

@@ -81,7 +81,6 @@ class Snapshots(Protocol):
 
     def snapshot(self) -> PoolSnapshot:
         """Everything, now."""
-        ...
 
     def learned_of(self, uids: Iterable[EndpointUid]) -> dict[EndpointUid, EndpointLearned]:
         """What was learned of these endpoints; empty under policies that learn nothing."""
@@ -92,7 +91,6 @@ class Ticker(Protocol):
 
     def listen(self, listener: Callable[[float], None]) -> None:
         """Have `listener` called with the lag, in seconds, at each tick."""
-        ...
 
 
 @dataclass

@@ -66,7 +66,6 @@ class KnownLabels:
         self._room = MAX_KNOWN_CHARS
 
     def get(self, text: str) -> Labels | None:
-        """The labels that were read from this text."""
         return self._by_text.get(text)
 
     def add(self, text: str, labels: Labels) -> None:

@@ -82,7 +82,6 @@ class Journal:
     # Noting
 
     def placed(self, ticket: Ticket, now: float) -> None:
-        """A request was placed."""
         if not self._notes:
             self.on_news()
         self._numbers += 1
@@ -94,7 +93,6 @@ class Journal:
             self.reset_due = True
 
     def first_byte(self, ticket: Ticket, now: float) -> None:
-        """Its first byte came."""
         if not self._notes:
             self.on_news()
         self._notes.append((_BEGAN, ticket, now, None, False, 0.0))
@@ -107,7 +105,6 @@ class Journal:
             self._notes.append((_ENDED, ticket, now, usage, completed, used))
 
     def stored(self, response_id: str, stored: StoredResponse) -> None:
-        """An endpoint stores a response."""
         if len(self._stored) < MAX_NOTES:
             if not self._stored:
                 self.on_news()
@@ -288,7 +285,6 @@ class _Writer:
         self.events.append(Used(self._url(url), _amount(use.requests), _amount(use.tokens), age_ms, day))
 
     def stored(self, response_id: str, url: str, stored: StoredResponse) -> None:
-        """Add a stored response."""
         if len(response_id) <= MAX_NAME_CHARS:
             keys = self._pack(stored.block_keys)
             self.events.append(

@@ -131,7 +131,6 @@ class EventScanner:
         """Reads each event. Not needed for most bodies: their framing says where they end."""
 
     def feed(self, data: bytes, start: int, end: int) -> None:
-        """The next piece is `data[start:end]`."""
         if start == end:
             return
         found = data.count(_DATA_LINE, start, end)
@@ -405,7 +404,6 @@ class BodyScanner:
         """Its bytes so far."""
 
     def feed(self, data: bytes, start: int, end: int) -> None:
-        """The next piece is `data[start:end]`."""
         piece = data[start:end]
         self._walk.feed(piece)
         self.size += len(piece)

@@ -175,7 +175,6 @@ class StreamUsage:
         """Of the line that the last piece began."""
 
     def feed(self, data: bytes, start: int, end: int) -> None:
-        """The next piece is `data[start:end]`."""
         if self._walk is not None:
             until = data.find(b"\n", start, end)
             self._walk.feed(data[start : end if until < 0 else until])

@@ -16,7 +16,6 @@ MAX_LINE_BYTES: Final = 1 << 20
 
 
 def encode(piece: Piece) -> bytes:
-    """One line."""
     return orjson.dumps(piece, option=orjson.OPT_APPEND_NEWLINE)
 
 

@@ -124,7 +124,6 @@ class Advice:
         return sorted(self._found.values())
 
     def reconfigure(self, target_s: float, window_s: float) -> None:
-        """Apply other settings."""
         self._target_s, self._window_s = target_s, window_s
 
     def look(

@@ -45,5 +45,4 @@ class Least:
         self.value = inf
 
     def add(self, value: float, for_s: float) -> None:
-        """Note a value."""
         self.value = min(value, self.value * (1.0 + for_s / LEAST_FORGETS_S))

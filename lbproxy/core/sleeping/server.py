@@ -46,7 +46,6 @@ class Forecast:
         self._times.extend(newer)
 
     def add(self, took_s: float) -> None:
-        """Note one more."""
         self._times.append(took_s)
 
     @property
@@ -90,7 +89,6 @@ class SleepServer:
 
     @property
     def url(self) -> str:
-        """Its address."""
         return self.states[0].endpoint.base_url
 
     @property

@@ -190,7 +190,6 @@ class Servers:
     # The state machine
 
     def note(self, server: SleepServer) -> None:
-        """Note that its phase changed, or what an operator wants of it."""
         if server.phase in STEADY and server.by_hand is None:
             self.moving.pop(server.url, None)
         else:

@@ -126,7 +126,6 @@ class Sleepers:
         return self._servers.transitions
 
     def reconfigure(self, hosts: Mapping[str, HostSettings]) -> None:
-        """Apply other settings."""
         self._servers.hosts = hosts
 
     def follow(self, now: float) -> None:

@@ -24,7 +24,6 @@ class Walker(Protocol):
 
     def walk_on(self) -> None:
         """Do a portion, of 1 ms at most; if something is left, `add` it again."""
-        ...
 
 
 class Backlog:

@@ -84,14 +84,12 @@ class Call(PayloadWatcher):
     # net.connections.pool.Receiver
 
     def complete_response(self, head: ResponseHead, body: bytes) -> None:
-        """See Receiver."""
         self._end(Called(head, body) if len(body) <= self._left else self._too_large())
 
     def hints(self, head: ResponseHead) -> None:
         """Not used here."""
 
     def head(self, head: ResponseHead) -> None:
-        """See Receiver."""
         self._head, connection = head, self._work
         assert isinstance(connection, Connection)
         connection.began()
@@ -101,12 +99,10 @@ class Call(PayloadWatcher):
         """The payload was passed to `feed`."""
 
     def ended(self) -> None:
-        """See Receiver."""
         assert self._head is not None
         self._end(Called(self._head, bytes(self._body)))
 
     def broke(self, error: UpstreamError) -> None:
-        """See Receiver."""
         if error.kind is FailureKind.STALE:
             self.sent = False
             self._dial()

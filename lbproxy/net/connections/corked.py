@@ -98,14 +98,12 @@ class Corked:
         self._inner.abort()
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """See asyncio.WriteTransport."""
         held = self._held
         held.append(data)
         if len(held) == 1:
             self._cork.add(self)
 
     def writelines(self, list_of_data: Iterable[bytes | bytearray | memoryview]) -> None:
-        """See asyncio.WriteTransport."""
         for data in list_of_data:
             self.write(data)
 
@@ -117,12 +115,10 @@ class Corked:
         return held + self._inner.get_write_buffer_size()
 
     def write_eof(self) -> None:
-        """See asyncio.WriteTransport."""
         self.flush()
         self._inner.write_eof()
 
     def close(self) -> None:
-        """See asyncio.BaseTransport."""
         self.flush()
         self._inner.close()
 
@@ -134,41 +130,31 @@ class Corked:
     # Everything else is passed on to the transport.
 
     def is_closing(self) -> bool:
-        """See asyncio.BaseTransport."""
         return self._inner.is_closing()
 
     def get_extra_info(self, name: str, default: object = None) -> object:
-        """See asyncio.BaseTransport."""
         return self._inner.get_extra_info(name, default)
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        """See asyncio.BaseTransport."""
         self._inner.set_protocol(protocol)
 
     def get_protocol(self) -> asyncio.BaseProtocol:
-        """See asyncio.BaseTransport."""
         return self._inner.get_protocol()
 
     def is_reading(self) -> bool:
-        """See asyncio.ReadTransport."""
         return self._inner.is_reading()
 
     def pause_reading(self) -> None:
-        """See asyncio.ReadTransport."""
         self._inner.pause_reading()
 
     def resume_reading(self) -> None:
-        """See asyncio.ReadTransport."""
         self._inner.resume_reading()
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        """See asyncio.WriteTransport."""
         self._inner.set_write_buffer_limits(high, low)
 
     def get_write_buffer_limits(self) -> tuple[int, int]:
-        """See asyncio.WriteTransport."""
         return self._inner.get_write_buffer_limits()
 
     def can_write_eof(self) -> bool:
-        """See asyncio.WriteTransport."""
         return self._inner.can_write_eof()

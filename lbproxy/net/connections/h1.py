@@ -130,7 +130,6 @@ class LengthFraming(Framing):
         self._watcher = watcher
 
     def feed(self, data: bytes, start: int = 0) -> int:
-        """See Framing."""
         end = min(len(data), start + self._left)
         self._left -= end - start
         if self._watcher is not None:
@@ -149,19 +148,16 @@ class CloseFraming(Framing):
         self._watcher = watcher
 
     def feed(self, data: bytes, start: int = 0) -> int:
-        """See Framing."""
         if self._watcher is not None:
             self._watcher.feed(data, start, len(data))
         return len(data)
 
     def eof(self) -> bool:
-        """See Framing."""
         self.done = True
         return True
 
     @property
     def at_boundary(self) -> bool:
-        """See Framing."""
         return True
 
 
@@ -204,7 +200,6 @@ class ChunkedFraming(Framing):
         self._trailer_bytes = 0
 
     def feed(self, data: bytes, start: int = 0) -> int:
-        """See Framing."""
         at, end = start, len(data)
         if not (self._left or self._line or self._in_trailer or self.done):
             # Usually one read is one complete chunk with one token; recognising that costs a twentieth of the walk.

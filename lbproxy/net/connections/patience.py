@@ -56,7 +56,6 @@ class Patience:
         """What is left of the clock while it is stopped, as the client does not read."""
 
     def sent(self, limits: ClockLimits, now: float) -> None:
-        """The request was sent."""
         self._limits = limits
         self.sent_at = now
         self._began = False
@@ -68,7 +67,6 @@ class Patience:
         self.deadline = now + self._limits.silence_s
 
     def heard(self, now: float) -> None:
-        """Bytes arrived."""
         if self._began:
             self.deadline = now + self._limits.silence_s
 

@@ -62,33 +62,26 @@ class Receiver(Protocol):
         """The request asks to switch protocols: a 101 is its response, and goes to `head`. Otherwise a 101 is
         an error.
         """
-        ...
 
     def complete_response(self, head: ResponseHead, body: bytes) -> None:
         """A complete response, after any 1xx responses, in one piece as its length says. Nothing follows."""
-        ...
 
     def hints(self, head: ResponseHead) -> None:
         """103 Early Hints: fields of the response that follows."""
-        ...
 
     def head(self, head: ResponseHead) -> None:
         """The head of any other response. Before this returns, it must call `relay` for the body, or `abort`; or
         `switch` for a 101.
         """
-        ...
 
     def body(self, data: bytes) -> None:
         """The next bytes of the message, framing included."""
-        ...
 
     def ended(self) -> None:
         """The message is complete. Nothing follows."""
-        ...
 
     def broke(self, error: UpstreamError) -> None:
         """There will be no response, or its body will never be complete. Nothing follows."""
-        ...
 
 
 class Connection:
@@ -239,11 +232,9 @@ class Connection:
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio.Protocol."""
         self._transport = Corked(cast(asyncio.Transport, transport), self._pool.cork)
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
         receiver = self._receiver
         if receiver is None:
             self.abort()  # a kept connection must be silent
@@ -261,18 +252,15 @@ class Connection:
             self._find_head(receiver)
 
     def pause_writing(self) -> None:
-        """See asyncio.Protocol."""
         self._upload.is_full = True
 
     def resume_writing(self) -> None:
-        """See asyncio.Protocol."""
         self._upload.resume()
 
     def eof_received(self) -> None:
         """See asyncio.Protocol: None closes our side too, as no endpoint half-closes during a response."""
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio.Protocol."""
         self._transport = None
         self._upload.drop()
         self._pool.forget(self)
@@ -492,7 +480,6 @@ class ConnectionPool:
             connection.abort()
 
     def forget(self, connection: Connection) -> None:
-        """Forget a closed connection."""
         self._busy.discard(connection)
         idle = self._idle.get(connection.origin)
         if idle is not None:
@@ -501,7 +488,6 @@ class ConnectionPool:
                 del self._idle[connection.origin]
 
     def close(self) -> None:
-        """Close every connection at once."""
         self._sweeper.cancel()
         self.names.close()
         for task in self._dialling:

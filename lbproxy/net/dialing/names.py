@@ -67,7 +67,6 @@ class Names:
             self._resolution(known)
 
     def close(self) -> None:
-        """Cancel all resolutions."""
         for known in self._known.values():
             if known.resolving is not None:
                 known.resolving.cancel()

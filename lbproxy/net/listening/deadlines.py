@@ -27,7 +27,6 @@ class WatchedClient(Protocol):
 
     def head_is_late(self) -> None:
         """The head that began, or the first one, did not arrive in time: refuse it and close."""
-        ...
 
 
 class Arriving(Protocol):
@@ -37,11 +36,9 @@ class Arriving(Protocol):
 
     def __len__(self) -> int:
         """How many there are."""
-        ...
 
     def end_overdue(self) -> None:
         """Give up what is too slow."""
-        ...
 
 
 class Deadlines:
@@ -86,7 +83,6 @@ class Deadlines:
         self._arm()
 
     def head_complete(self, client: WatchedClient) -> None:
-        """The head is complete."""
         self._heads.pop(client, None)
 
     def write_stalled(self, client: WatchedClient) -> None:
@@ -106,7 +102,6 @@ class Deadlines:
         self.write_resumed(client)
 
     def close(self) -> None:
-        """Stop the sweep."""
         if self._timer is not None:
             self._timer.cancel()
 

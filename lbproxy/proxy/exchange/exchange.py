@@ -270,7 +270,6 @@ class Exchange(ABC):
             self._shared.runtime.close(ticket, outcome)
 
     def second_ready(self) -> None:
-        """See split.SplitOwner."""
         ticket, trace = self._ticket, self.record.trace
         assert ticket is not None
         if trace is not None:
@@ -279,7 +278,6 @@ class Exchange(ABC):
         self._connect(ticket)
 
     def prefilled(self, usage: Usage | None) -> None:
-        """See split.SplitOwner."""
         self._guarded(self._prefilled, usage)
 
     def _prefilled(self, usage: Usage | None) -> None:
@@ -310,7 +308,6 @@ class Exchange(ABC):
         self._attempt_failed(ticket.prefill or ticket, error)
 
     def first_refused(self, head: ResponseHead, body: bytes) -> None:
-        """See split.SplitOwner."""
         record = self.record
         if self.step in {PREFILLING, DIALLING, SENT}:
             record.first_legs += ((record.prefill or "", "refused"),)
@@ -451,7 +448,6 @@ class Exchange(ABC):
     # relay.RelayOwner
 
     def head_sent(self) -> None:
-        """See relay.RelayOwner."""
         self._head_sent_by = self._relaying
 
     def committed(self) -> None:
@@ -468,7 +464,6 @@ class Exchange(ABC):
         return self._retry_elsewhere(status)
 
     def relayed(self, result: Outcome | UpstreamError) -> None:
-        """See relay.RelayOwner."""
         relay, ticket = self._relaying, self._ticket
         assert ticket is not None
         if isinstance(result, UpstreamError):

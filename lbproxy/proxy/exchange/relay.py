@@ -73,12 +73,10 @@ class Client(Protocol):
     @property
     def writing_paused(self) -> bool:
         """The client's buffer is full."""
-        ...
 
     @property
     def peer(self) -> Peer:
         """What endpoints are told of the client."""
-        ...
 
 
 class Requester(Protocol):
@@ -91,7 +89,6 @@ class Requester(Protocol):
     @property
     def client(self) -> Client:
         """Where the response goes."""
-        ...
 
 
 class RelayOwner(Protocol):
@@ -99,21 +96,17 @@ class RelayOwner(Protocol):
 
     def head_sent(self) -> None:
         """The head of a stream went to the client, alone: any other response must be the body of such a stream."""
-        ...
 
     def committed(self) -> None:
         """The first of the body goes to the client: no other response is possible from here on."""
-        ...
 
     def relayed(self, result: Outcome | UpstreamError) -> None:
         """Called once: the outcome, or the failure if none of a body went to the client. Not called after `release`."""
-        ...
 
     def stream_refused(self, status: int) -> bool:
         """The stream begins with an error whose code is an HTTP status. None of it went out. True: drop it; another
         endpoint is asked, and `relayed` is not called.
         """
-        ...
 
 
 class Stage(Enum):
@@ -348,12 +341,10 @@ class Relay(PayloadWatcher):
     # The client
 
     def pause(self) -> None:
-        """The client's buffer is full."""
         if self._connection is not None:
             self._connection.pause()
 
     def resume(self) -> None:
-        """The client's buffer has room."""
         if self._connection is not None:
             self._connection.resume()
 

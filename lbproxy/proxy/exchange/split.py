@@ -58,19 +58,15 @@ class SplitOwner(Protocol):
 
     def second_ready(self) -> None:
         """The second leg can be sent, while the first one runs."""
-        ...
 
     def prefilled(self, usage: Usage | None) -> None:
         """The first leg is complete; the second can be placed."""
-        ...
 
     def first_failed(self, error: UpstreamError) -> None:
         """The first leg failed."""
-        ...
 
     def first_refused(self, head: ResponseHead, body: bytes) -> None:
         """The endpoint has refused the first leg as wrong."""
-        ...
 
 
 class FirstLeg(NamedTuple):

@@ -47,12 +47,10 @@ class BodyReader(Holder, Protocol):
     @property
     def settings(self) -> Settings:
         """The settings under which it is served."""
-        ...
 
     @property
     def record(self) -> RequestRecord:
         """Its record."""
-        ...
 
 
 async def read_body(
@@ -177,7 +175,6 @@ class _Stepper(Generic[Result]):
         backlog.add(self)
 
     def walk_on(self) -> None:
-        """See net.connections.backlog.Walker."""
         result = self.result
         if result.done():
             return  # who waited for it has gone

@@ -107,27 +107,21 @@ class CurrentRequest(Protocol):
 
     def client_disconnected(self) -> None:
         """The connection is lost."""
-        ...
 
     def cut(self, why: Outcome) -> None:
         """Respond with `why` now, or break the response visibly."""
-        ...
 
     def move_if_stranded(self) -> None:
         """Ask another endpoint, if the request is stranded."""
-        ...
 
     def pause(self) -> None:
         """The client's buffer is full."""
-        ...
 
     def resume(self) -> None:
         """The client's buffer has room again."""
-        ...
 
     def received(self, data: bytes) -> None:
         """More data from the client of a WebSocket."""
-        ...
 
 
 class ConnectionOwner(Protocol):
@@ -140,19 +134,15 @@ class ConnectionOwner(Protocol):
 
     def serve_plain(self, plain: ClientRequest, client: ClientConnection) -> None:
         """Serve a plain request; `client.lane_ended` is called when the response is out, maybe before this returns."""
-        ...
 
     def refuse_unread(self, client: ClientConnection, error: LbError) -> None:
         """Respond to something that is not a request; the caller closes."""
-        ...
 
     def connected(self) -> bool:
         """Count a new connection. Returns whether it may be served; `disconnected` follows in either case."""
-        ...
 
     def disconnected(self) -> None:
         """Count a closed connection."""
-        ...
 
 
 class ClientConnection(web.RequestHandler):
@@ -210,7 +200,6 @@ class ClientConnection(web.RequestHandler):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio.Protocol."""
         corked = Corked(cast(asyncio.Transport, transport), self._front.cork)
         corked.set_write_buffer_limits(high=WRITE_HIGH_WATER_BYTES)
         super().connection_made(cast(asyncio.Transport, corked))
@@ -239,14 +228,12 @@ class ClientConnection(web.RequestHandler):
         return self._front.forwarding.peer(self.address, encrypted=encrypted)
 
     def pause_writing(self) -> None:
-        """See asyncio.Protocol."""
         super().pause_writing()
         self._front.deadlines.write_stalled(self)
         if self.turn is not None:
             self.turn.pause()
 
     def resume_writing(self) -> None:
-        """See asyncio.Protocol."""
         super().resume_writing()
         self._front.deadlines.write_resumed(self)
         if self.turn is not None:
@@ -479,7 +466,6 @@ class ClientConnection(web.RequestHandler):
         return held if self.transport is None else held + self.transport.get_write_buffer_size()
 
     def close_if_idle(self, for_s: float) -> None:
-        """Close it if no request runs and none has begun to arrive for `for_s` seconds."""
         if self._linger is not None:
             self._linger.hurry()
         elif not self.busy and not self._walk.head_bytes and self._loop.time() - self._idle_since >= for_s:

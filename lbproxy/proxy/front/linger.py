@@ -114,6 +114,5 @@ class Linger(asyncio.Protocol):
         """See asyncio.Protocol: None closes our side too."""
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio.Protocol."""
         self._timer.cancel()
         self._protocol.connection_lost(exc)

@@ -55,11 +55,9 @@ class Meter(Protocol):
 
     def rss_bytes(self) -> int | None:
         """Memory in use; None = unknown."""
-        ...
 
     def limit_bytes(self) -> int | None:
         """Memory that may be used; None = unknown."""
-        ...
 
 
 class Unmetered:

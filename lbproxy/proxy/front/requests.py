@@ -132,11 +132,9 @@ class Requests(Front):
     # turn.Front
 
     def turn_began(self) -> None:
-        """See turn.Front."""
         self.running += 1
 
     def turn_ended(self, record: RequestRecord) -> None:
-        """See turn.Front."""
         self.running -= 1
         if not self.running and self.on_idle is not None:
             self.on_idle()
@@ -152,7 +150,6 @@ class Requests(Front):
     def refuse(
         self, client: ClientConnection, record: RequestRecord, error: LbError, *, keep_alive: bool, cors: str
     ) -> bool:
-        """See turn.Front."""
         # A body that was not read would be read as the next request, or the next request as the body.
         keep_alive = keep_alive and not error.outcome.value.close and client.request_is_read
         record.outcome, record.status = error.outcome, error.outcome.value.status

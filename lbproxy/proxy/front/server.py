@@ -158,14 +158,12 @@ class FrontEnd(web.Server):
         return self._open + self.listener.handshaking < connections_within(self._max_connections)
 
     def connected(self) -> bool:
-        """See connection.ConnectionOwner."""
         has_room = self._has_room() or self.listener.handshaking > 0  # among which it had room
         self._open += 1
         self._no_connections.clear()
         return has_room
 
     def disconnected(self) -> None:
-        """See connection.ConnectionOwner."""
         self._open -= 1
         if not self._open:
             self._no_connections.set()

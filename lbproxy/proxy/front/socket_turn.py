@@ -37,14 +37,12 @@ class SocketTurn(Turn):
     def __init__(
         self, front: Front, client: ClientConnection, record: RequestRecord, ended: Callable[[bool], None]
     ) -> None:
-        """See Turn."""
         Turn.__init__(self, front, client, record, ended, keep_alive=False)
         self.switches = True
 
     # net.connections.pool.Receiver
 
     def head(self, head: ResponseHead) -> None:
-        """See Exchange."""
         if head.status != 101:
             Turn.head(self, head)
             return
@@ -88,19 +86,16 @@ class SocketTurn(Turn):
     # The client
 
     def received(self, data: bytes) -> None:
-        """See connection.CurrentRequest."""
         if self._socket is not None:
             self._guarded(self._socket.from_client, data)
 
     def pause(self) -> None:
-        """See Exchange."""
         if self._socket is not None:
             self._guarded(self._socket.write_paused, self._socket.client)
         else:
             Turn.pause(self)
 
     def resume(self) -> None:
-        """See Exchange."""
         if self._socket is not None:
             self._guarded(self._socket.write_resumed, self._socket.client)
         else:
@@ -116,7 +111,6 @@ class SocketTurn(Turn):
             Turn.client_disconnected(self)
 
     def cut(self, why: Outcome) -> None:
-        """See Exchange."""
         if self._socket is None or self.step is not SWITCHED:
             Turn.cut(self, why)
         else:
@@ -132,25 +126,20 @@ class SocketTurn(Turn):
     # socket_relay.SocketOwner
 
     def guarded(self, step: Callable[[*Arguments], None], *arguments: *Arguments) -> None:
-        """See socket_relay.SocketOwner."""
         self._guarded(step, *arguments)
 
     def progress(self, messages: int) -> None:
-        """See socket_relay.SocketOwner."""
         assert self._ticket is not None
         self._shared.runtime.progress(self._ticket, messages)
 
     def walk_later(self, walker: Walker) -> None:
-        """See socket_relay.SocketOwner."""
         self._shared.connections.backlog.add(walker)
 
     def end_server(self, *, at_once: bool) -> None:
-        """See socket_relay.SocketOwner."""
         if self._server_end is not None:
             self._server_end.close(at_once=at_once)
 
     def socket_ended(self, outcome: Outcome, *, timed_out: bool) -> None:
-        """See socket_relay.SocketOwner."""
         assert self._ticket is not None
         if self.step is not FINISHED:
             self.record.outcome = outcome

@@ -114,7 +114,6 @@ class Turn(Exchange):
             self._go_on()
 
     def resume(self) -> None:
-        """See Exchange."""
         if self._rest:
             self._write_more()
         else:

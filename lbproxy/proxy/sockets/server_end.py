@@ -36,22 +36,18 @@ class ServerEnd(asyncio.Protocol):
     # asyncio.Protocol
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
         self._owner.guarded(self.relay.from_server, data)
 
     def pause_writing(self) -> None:
-        """See asyncio.Protocol."""
         self._owner.guarded(self.relay.write_paused, self.relay.server)
 
     def resume_writing(self) -> None:
-        """See asyncio.Protocol."""
         self._owner.guarded(self.relay.write_resumed, self.relay.server)
 
     def eof_received(self) -> None:
         """See asyncio.Protocol: None closes our side too."""
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio.Protocol."""
         self.transport = None
         self._connection.abort()
         origin = self._connection.origin

@@ -38,7 +38,6 @@ class Side:
         self._masks = not masked
 
     def walk_on(self) -> None:
-        """See net.connections.backlog.Walker."""
         self.go_on()
 
     def send(self, frame: Frame) -> int:

@@ -59,23 +59,18 @@ class SocketOwner(Protocol):
 
     def guarded(self, step: Callable[[*Arguments], None], *arguments: *Arguments) -> None:
         """Run a step; nothing above handles its exceptions. If it raises, that is a defect, and ends everything."""
-        ...
 
     def progress(self, messages: int) -> None:
         """Report more messages of the endpoint; at most every `PROGRESS_S`."""
-        ...
 
     def walk_later(self, walker: Walker) -> None:
         """Have it walk on in a later turn of the loop."""
-        ...
 
     def end_server(self, *, at_once: bool) -> None:
         """Close the endpoint's connection, when everything is sent or `at_once`."""
-        ...
 
     def socket_ended(self, outcome: Outcome, *, timed_out: bool) -> None:
         """Called once: it has ended, and the client has its close frame. Not called after `release`."""
-        ...
 
 
 class SocketStage(Enum):

@@ -191,7 +191,6 @@ class FixedEngine:
         return lost
 
     def generated(self, request_id: str) -> int:
-        """Tokens that a request has got so far; 0 if it has ended."""
         sequence = self._running.get(request_id)
         if sequence is None or sequence.first_at is None or not sequence.named:
             return 0
@@ -199,7 +198,6 @@ class FixedEngine:
         return min(sequence.request.output_tokens, 1 + since)
 
     def next_event(self) -> float | None:
-        """When `advance` is due; None = not before the next `add`."""
         if self._results:
             return self._results[0].at
         work = min(self._events[0][0], self._tick_at) if self._events else self._tick_at

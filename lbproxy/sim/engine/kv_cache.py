@@ -140,7 +140,6 @@ class ReportingPool(BlockPool):
         super().forget()
 
     def register(self, blocks: Sequence[int], hashes: Sequence[int]) -> None:
-        """See BlockPool."""
         new = [content for content in hashes if content not in self._by_hash]
         super().register(blocks, hashes)
         if new:

@@ -40,7 +40,6 @@ class RankedEngine:
             self.ranks[request.rank].add(request, now=now)
 
     def abort(self, request_id: str, *, now: float) -> bool:
-        """Forget a request, whichever rank has it; False if it has ended."""
         return any(rank.abort(request_id, now=now) for rank in self.ranks)
 
     def release(self, hold: Hold, *, now: float) -> bool:
@@ -77,7 +76,6 @@ class RankedEngine:
         return [request_id for rank in self.ranks for request_id in rank.restart(now=now)]
 
     def generated(self, request_id: str) -> int:
-        """Tokens that a request has got so far; 0 if it has ended."""
         return sum(rank.generated(request_id) for rank in self.ranks)
 
     def next_event(self) -> float | None:

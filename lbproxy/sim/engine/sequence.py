@@ -68,19 +68,15 @@ class KvSource(Protocol):
     @property
     def state(self) -> KvState:
         """Looked at when the transfer is to begin, after each `Engine.poke`, and at its end. FREED is as EXPIRED."""
-        ...
 
     def begin(self, *, now: float) -> None:
         """There are blocks for it: it can be read as soon as it is there."""
-        ...
 
     def finish(self, *, now: float, was_read: bool) -> None:
         """The KV was read, or never will be: the engine that holds it may free it. Called once, unless `abandon` is."""
-        ...
 
     def abandon(self, *, now: float) -> None:
         """The engine that wanted it failed: nobody renews the lease from now on."""
-        ...
 
 
 class RequestTooLong(ValueError):  # noqa: N818 - it is a refusal, named as the client will read it

@@ -37,7 +37,6 @@ class Piece(NamedTuple):
 
 
 def size(pieces: Iterable[Piece]) -> int:
-    """Tokens of a prompt."""
     return sum(piece.tokens for piece in pieces)
 
 

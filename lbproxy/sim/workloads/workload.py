@@ -50,7 +50,6 @@ class Job:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
         return size(self.prompt)
 
 
@@ -63,11 +62,9 @@ class Workload(Protocol):
 
     def begin(self, now: float) -> Sequence[Arrival] | None:
         """The next batch, at `now` or later, in order of time; None = there is no more. All before has ended."""
-        ...
 
     def ended(self, job: Job, now: float) -> Sequence[Arrival]:
         """What its client sends next, each at `now` or later; also asked after a job that failed."""
-        ...
 
 
 class OpenLoop:

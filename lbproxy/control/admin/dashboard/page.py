@@ -43,7 +43,6 @@ class Dashboard:
         }
 
     def add_to(self, router: web.UrlDispatcher) -> None:
-        """The page, and the way to it from where one looks first."""
         router.add_get("/", self._lead)
         router.add_get(PATH, self._show)
 

@@ -237,7 +237,6 @@ class ChatEvents:
         )
 
     def token(self, choice: PlannedChoice, index: int, position: int) -> bytes:
-        """One token of one choice, the last one with the reason of its end."""
         if choice.is_last(position) or choice.call is not None:
             return self._slow_token(choice, index, position)
         text = orjson.dumps(choice.answer.token(position))

@@ -162,12 +162,10 @@ class LlamacppWriter(_BareWriter):
     """The server-sent events of llama.cpp's own API."""
 
     def token(self, choice: PlannedChoice, index: int, position: int) -> bytes:
-        """One token."""
         text = choice.answer.token(position)
         body: Json = {"index": 0, "content": text, "tokens": to_token_ids(text.encode()), "stop": False, "id_slot": 0}
         counts = {"tokens_predicted": position + 1, "tokens_evaluated": choice.prompt_tokens}
         return b"data: " + dump(body | counts) + b"\n\n"
 
     def closing(self, choices: Sequence[PlannedChoice], cached_tokens: int) -> bytes:
-        """The event with the figures."""
         return b"data: " + dump(completed(self._identity, choices[0], cached_tokens, content="")) + b"\n\n"

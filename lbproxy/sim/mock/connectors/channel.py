@@ -45,13 +45,11 @@ class ChannelPeer(asyncio.Protocol):
         self._rest = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """asyncio's."""
         # No isinstance: uvloop's transports are not asyncio's.
         self._transport = cast(asyncio.Transport, transport)
         self._made(self)
 
     def data_received(self, data: bytes) -> None:
-        """asyncio's."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > MAX_LINE_BYTES or any(len(line) > MAX_LINE_BYTES for line in lines):
             self.close()
@@ -61,7 +59,6 @@ class ChannelPeer(asyncio.Protocol):
             self._heard(self, words)
 
     def connection_lost(self, _error: Exception | None) -> None:
-        """asyncio's."""
         self._transport = None
         self._lost(self)
 

@@ -60,7 +60,6 @@ class Mooncake(ServerConnector):
         self._bootstrap: web.AppRunner | None = None
 
     async def start(self, host: str) -> None:
-        """Listen to decodes, unless it is one itself."""
         if self.options.role == "decode":
             return
         await self.channel.listen(host, self.options.side_channel_port, self._heard, self._lost)
@@ -73,7 +72,6 @@ class Mooncake(ServerConnector):
         self._port = self._bootstrap.addresses[0][1]
 
     async def close(self) -> None:
-        """Stop that."""
         bootstrap, self._bootstrap = self._bootstrap, None
         if bootstrap is not None:
             await bootstrap.cleanup()
@@ -206,7 +204,6 @@ class MooncakeDecodeLeg(Leg):
         return self._sources[index] if self._sources else Nothing()
 
     def watch(self, index: int, source: KvSource, poke: Callable[[], None]) -> None:
-        """When the other server has replied."""
         if isinstance(source, RemoteKv):
             source.changed = poke
 

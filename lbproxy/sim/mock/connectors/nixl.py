@@ -42,11 +42,9 @@ class Nixl(ServerConnector):
         """What is held or will be, by the name under which it may be claimed."""
 
     async def start(self, host: str) -> None:
-        """Listen to decodes."""
         await self.channel.listen(host, self.options.side_channel_port, self._heard, lambda _: None)
 
     async def close(self) -> None:
-        """Stop that."""
         await self.channel.close()
 
     @property
@@ -193,7 +191,6 @@ class NixlDecodeLeg(Leg):
         return self._sources[index] if index < self.call.n else _Wrong(self._sources[index])
 
     def watch(self, index: int, source: KvSource, poke: Callable[[], None]) -> None:
-        """When the other server has replied."""
         if isinstance(source, RemoteKv):
             source.changed = poke
 

@@ -62,7 +62,6 @@ class Sglang(ServerConnector):
             await self.channel.listen(host, port, self._heard, self._lost)
 
     async def close(self) -> None:
-        """Stop that."""
         await self.channel.close()
 
     @property

@@ -57,7 +57,6 @@ class KvPublisher:
     # What the engine reports
 
     def stored(self, hashes: Sequence[int]) -> None:
-        """See BlockReport."""
         event: dict[str, object] = {
             "type": "BlockStored",
             "block_hashes": list(hashes),
@@ -73,11 +72,9 @@ class KvPublisher:
         self._changes.append(event)
 
     def removed(self, content: int) -> None:
-        """See BlockReport."""
         self._changes.append({"type": "BlockRemoved", "block_hashes": [content], "medium": "GPU", "group_idx": 0})
 
     def cleared(self) -> None:
-        """See BlockReport."""
         self._changes.append({"type": "AllBlocksCleared"})
 
     # Publishing
