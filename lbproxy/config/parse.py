@@ -26,6 +26,8 @@ from lbproxy.config.text import ConfigError, Read, is_secret, join, one_line, re
 from lbproxy.config.tree import OWN_ADDRESSES, EndpointList, Settings
 
 Root = TypeVar("Root", bound=BaseModel)
+MAX_MEANT = 3
+"""Places that a key which is unknown where it stands may be meant for."""
 
 
 def parse(text: str, *, environ: Mapping[str, str], source: str = "settings", folder: str = "") -> Settings:
@@ -153,7 +155,7 @@ def _wrong(details: ErrorDetails, root: type[BaseModel], *, is_expanded: bool) -
 
 
 def _unknown_key(loc: tuple[int | str, ...], section: type[BaseModel]) -> str:
-    section = EndpointSettings if section is EndpointList else section
+    section = root = EndpointSettings if section is EndpointList else section
     keys = iter(loc[:-1])
     for key in keys:
         if isinstance(key, str):
@@ -162,8 +164,21 @@ def _unknown_key(loc: tuple[int | str, ...], section: type[BaseModel]) -> str:
                 next(keys)  # a name that the user chose
             section = next(_sections(annotation))
     known = list(section.model_fields)
-    nearest = difflib.get_close_matches(str(loc[-1]), known, n=1)
-    return f"unknown key, did you mean {nearest[0]}?" if nearest else f"unknown key, known here: {', '.join(known)}"
+    elsewhere = sorted(_elsewhere(str(loc[-1]), root), key=lambda path: not path.startswith(f"{loc[0]}."))
+    meant = [*difflib.get_close_matches(str(loc[-1]), known, n=1), *elsewhere][:MAX_MEANT]
+    return (
+        f"unknown key, did you mean {' or '.join(meant)}?" if meant else f"unknown key, known here: {', '.join(known)}"
+    )
+
+
+def _elsewhere(key: str, section: type[BaseModel], path: str = "") -> Iterator[str]:
+    """The places in a section that have this key, in the order of the settings."""
+    if key in section.model_fields:
+        yield f"{path}{key}" if path else f"{key} at the top level"
+    for name, field in section.model_fields.items():
+        for inner in _sections(field.annotation):
+            marks = {tuple: "[]", dict: ".NAME"}
+            yield from _elsewhere(key, inner, f"{path}{name}{marks.get(get_origin(field.annotation), '')}.")
 
 
 def _sections(annotation: object) -> Iterator[type[BaseModel]]:

@@ -437,6 +437,7 @@ def test_names_of_models() -> None:
     text = "models: {fast: {to: Qwen/Qwen3-8B}, Qwen/Qwen3-32B: {split: {Qwen/Qwen3-32B: 90, 'new.1': 0.5}}}\n"
     got = read(MINIMAL + text).models
     assert got["fast"].shares == {"Qwen/Qwen3-8B": 1.0}
+    assert read(f"{MINIMAL}models: {{fast: Qwen/Qwen3-8B, 'a*': b}}").models["fast"] == got["fast"]
     assert got["Qwen/Qwen3-32B"].shares == {"Qwen/Qwen3-32B": 90.0, "new.1": 0.5}
 
 
@@ -455,7 +456,9 @@ def test_names_of_models() -> None:
         ("a: {split: {b: 0}}", "models.a.split: expected 1 to 32 models, at least one"),
         ("a: {split: {b: -1}}", "models.a.split.b: expected a weight from 0 to 1000000"),
         ("a: {to: ''}", "models.a.to: expected the name of a model"),
-        ("a: b", "models.a: expected a mapping"),
+        ("a: 3", "models.a: expected a mapping"),
+        ("'a*': 'b*'", "models['a*'].to: expected a model that endpoints serve"),
+        ("'a*': {split: {'a*': 1}}", "models['a*'].split['a*']: expected a model that endpoints serve"),
         ("a: {too: b}", "models.a.too: unknown key, did you mean to?"),
         ('"a\\nb": {to: b}', "models, line 2: expected a plain word as the key"),
     ],

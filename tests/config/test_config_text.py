@@ -111,6 +111,26 @@ def test_all_problems_come_at_once_each_with_its_path() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("policy: rr", "policy: unknown key, did you mean routing.policy?"),
+        ("routing: {endpoints: []}", "routing.endpoints: unknown key, did you mean endpoints at the top level?"),
+        (
+            "timeout: 3s",
+            "timeout: unknown key, did you mean timeouts or endpoints[].cold_start.timeout or health.timeout?",
+        ),
+        (
+            "flows: {weight: 3}",
+            "flows.weight: unknown key, did you mean flows.default.weight or flows.named.NAME.weight"
+            " or endpoints[].weight?",
+        ),
+    ],
+)
+def test_a_key_of_another_level_says_where_it_stands(text: str, problem: str) -> None:
+    assert problems(f"{MINIMAL}{text}") == (problem,)
+
+
 def test_unknown_key_without_a_near_one_lists_the_known() -> None:
     assert problems(MINIMAL + "drain: {zzz: 1}") == (
         "drain.zzz: unknown key, known here: deadline, lame_duck, restart_deadline",

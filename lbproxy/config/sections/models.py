@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, TypeAlias
 
-from pydantic import ValidationError, ValidationInfo, field_validator
+from pydantic import ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import InitErrorDetails
 
-from lbproxy.config.section import Section
+from lbproxy.config.section import ShortSection
 from lbproxy.config.values import Quantity, check_model_name, expected
 
 MAX_ALIASES = 1000
@@ -19,13 +19,20 @@ Share: TypeAlias = Annotated[float, Quantity("0", "1000000", "a weight", whole=F
 """Of a split; only proportions matter."""
 
 
-class ModelSettings(Section):
-    """What a model name stands for: another model, or several by weight. One of the two keys."""
+class ModelSettings(ShortSection):
+    """What a model name, or a pattern with `*`, stands for: another model, or several by weight. One of the two keys,
+    or the text of `to`.
+    """
 
     to: str | None = None
     """The model as which its requests are sent."""
     split: dict[str, Share] | None = None
     """Models and weights: each request is sent as one of them, those of one x-session-id as the same."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: object) -> object:
+        return {"to": value} if isinstance(value, str) else value
 
     @field_validator("to", mode="after")
     @classmethod
@@ -57,7 +64,7 @@ def check_aliases(aliases: dict[str, ModelSettings]) -> dict[str, ModelSettings]
     for name, alias in aliases.items():
         for target in alias.shares:
             # Names are replaced once, so that a split may send part of a model's requests to itself: a canary.
-            if target in aliases and (target != name or alias.to is not None):
+            if "*" in target or (target in aliases and (target != name or alias.to is not None)):
                 place = (name, "to") if alias.split is None else (name, "split", target)
                 what = expected("a model that endpoints serve, not a name of `models`")
                 wrong.append(InitErrorDetails(type=what, loc=place, input=target))

@@ -33,6 +33,8 @@ from lbproxy.core.requests.openai import ModelCard
 
 _POSITION: Final = attrgetter("position")
 _OUTDATED: Final = 0
+MAX_EVER_LISTED: Final = 10_000
+"""Of a fleet with all of its adapters; a server may list others each time."""
 STARTABLE: Final = frozenset({"off", "starting"})
 """What `EndpointState.dormant` says of endpoints that are down, and that a webhook can start."""
 USELESS: Final = frozenset({Cause.UNREACHABLE, Cause.KEY})
@@ -89,6 +91,8 @@ class Serving:
         """Changes whenever `candidates` may change."""
         self.adapters: set[str] = set()
         """The models that a member lists as an adapter. `PoolModel` refers to this same set."""
+        self._ever_listed: set[str] = set()
+        """The models that any endpoint ever listed, the first `MAX_EVER_LISTED`."""
         self.down: set[EndpointUid] = set()
         """Endpoints that are `DOWN`, draining or not."""
         self.dormant: dict[EndpointUid, EndpointState] = {}
@@ -162,6 +166,8 @@ class Serving:
             is_member = self._note_dormant(state, is_member) and is_member
         if not is_member or state.models is not entry.models:
             self._remove(uid, entry)
+            if state.models and len(self._ever_listed) < MAX_EVER_LISTED:
+                self._ever_listed.update(state.models)
         if not is_member:
             return
         if not entry.groups:
@@ -244,6 +250,10 @@ class Serving:
         """The same for each tier up to `max_tier` that has any, the lowest tier first."""
         found = [self._usable(self._group(one, model)) for tier, one in self.tiers.items() if tier <= max_tier]
         return [members for members in found if members]
+
+    def has_listed(self, model: str) -> bool:
+        """Whether any endpoint lists `model`, or ever did, up or not."""
+        return model in self._ever_listed or any(model in tier.by_model for tier in self.tiers.values())
 
     def health_below(self, model: str | None, tier: int) -> Health | None:
         """Of the endpoints of lower tiers for `model`: STARTING if that of one is not known yet, else DOWN; None if

@@ -28,18 +28,29 @@ def resolve(model: str | None, base_models: Sequence[str]) -> str:
 
 
 class Aliases:
-    """The `models` of the settings: names, and the models that they stand for. Whether these are served is not known
-    here.
+    """The `models` of the settings: names and patterns, and the models that they stand for. Whether these are served is
+    not known here.
     """
 
     def __init__(self, settings: Mapping[str, ModelSettings]) -> None:
         self._shares = {name: alias.shares for name, alias in settings.items()}
+        names = sorted((name for name in settings if "*" in name), key=len, reverse=True)  # of equal ones the first
+        self._patterns = [(name, name.split("*")) for name in names]
+        self.has_patterns = bool(names)
 
     def __contains__(self, name: object) -> bool:
+        """Whether it is an alias. Of a pattern: see `pattern_for`."""
         return name in self._shares
 
+    def pattern_for(self, name: str) -> str | None:
+        """The pattern that a name which is no alias matches: the longest one."""
+        for pattern, parts in self._patterns:
+            if _fits(name, parts):
+                return pattern
+        return None
+
     def target(self, name: str, key: str, served: Collection[str]) -> str:
-        """Return the model that a request for the alias `name` is placed by. One `key` gives the same model in every
+        """Return the model that a request for the alias or pattern `name` is placed by. One `key` gives the same model in every
         process.
 
         Of a split, the models in `served` take part, or all of them if none is served: a model whose servers are gone
@@ -64,10 +75,27 @@ class Aliases:
         by_id = {card.id: card for card in cards}
         own = {}
         for name, shares in self._shares.items():
+            if "*" in name:
+                continue
             behind = [by_id[model] for model, share in shares.items() if share and model in by_id]
             if behind:
                 own[name] = _card(name, behind)
         return list((by_id | own).values())
+
+
+def _fits(name: str, parts: list[str]) -> bool:
+    """Whether a name is these parts, at least two, with anything between them. Each is taken where it comes first: a
+    regular expression would try all places, and take hours for some.
+    """
+    at, end = len(parts[0]), len(name) - len(parts[-1])
+    if at > end or not (name.startswith(parts[0]) and name.endswith(parts[-1])):
+        return False
+    for part in parts[1:-1]:
+        found = name.find(part, at, end)
+        if found < 0:
+            return False
+        at = found + len(part)
+    return True
 
 
 def _card(name: str, behind: Sequence[ModelCard]) -> ModelCard:

@@ -18,6 +18,7 @@ from lbproxy.core.observed.trace import Sampling
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.driver.request_runtime import RequestRuntime
 from lbproxy.proxy.exchange.exchanger import LARGE_BODY_BYTES, Exchanger
+from lbproxy.proxy.exchange.steps import FINISHED
 from lbproxy.proxy.front.connection import ClientConnection
 from lbproxy.proxy.front.local import LocalRequests
 from lbproxy.proxy.front.overload import Overload
@@ -31,6 +32,8 @@ from lbproxy.proxy.request.own_responses import error_response
 from lbproxy.proxy.request.reading import LargeFacts, RequestReader
 from lbproxy.proxy.request.routes import HEALTH_PATH
 
+LISTS_S: Final = 0.05
+"""Between two looks whether the first lists of models are read."""
 ID_CHARS: Final = 24
 """Of the id of a request whose client gives it none: 96 random bits."""
 _DRAWN_BYTES: Final = 3072
@@ -61,6 +64,8 @@ class Requests(Front):
         self._runtime = runtime
         self._rng = rng
         self._ids = _Ids()
+        self._after_lists: list[Callable[[], object]] = []
+        """What follows when the first lists of models are read."""
         self.reconfigure(settings, exchanger)
 
     def reconfigure(self, settings: Settings, exchanger: Exchanger) -> None:
@@ -92,11 +97,39 @@ class Requests(Front):
                 plain = plain._replace(credentials=b"")
             elif self.local.applies:
                 self.local.require(plain.fields.host, plain.fields.origin)
+            if self.reading.waits_for_lists():
+                self.after_lists(lambda: self._start_plain(plain, turn))
+            else:
+                self.start_exchange(plain, turn)
+        except LbError as error:
+            turn.refuse(error)
+        except Exception:  # noqa: BLE001 - logged there, with its traceback
+            turn.defect()
+
+    def _start_plain(self, plain: ClientRequest, turn: Turn) -> None:
+        """The rest of `serve_plain`, unless the client has gone."""
+        if turn.step is FINISHED:
+            return
+        try:
             self.start_exchange(plain, turn)
         except LbError as error:
             turn.refuse(error)
         except Exception:  # noqa: BLE001 - logged there, with its traceback
             turn.defect()
+
+    def after_lists(self, call: Callable[[], object]) -> None:
+        """Call it when no model may be listed for the first time in a moment: see RequestReader.waits_for_lists."""
+        self._after_lists.append(call)
+        if len(self._after_lists) == 1:
+            self._runtime.loop.call_later(LISTS_S, self._look_at_lists)
+
+    def _look_at_lists(self) -> None:
+        if self.reading.waits_for_lists():
+            self._runtime.loop.call_later(LISTS_S, self._look_at_lists)
+            return
+        calls, self._after_lists = self._after_lists, []
+        for call in calls:
+            call()
 
     def start_exchange(self, request: ClientRequest, turn: Turn, large: LargeFacts | None = None) -> None:
         """Begin the exchange of a complete request. `large`: the content of its body, if that was read in turns.

@@ -8,6 +8,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from lbproxy.config.tree import Settings
 from lbproxy.core.endpoints.endpoint import Endpoint
+from lbproxy.core.endpoints.health import Health
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.queue.flows import FlowRules
 from lbproxy.core.requests.encodable import encodable_text
@@ -100,14 +101,29 @@ class RequestReader:
         """
         facts, request = self._read(request, large)
         name = facts.model
-        if name is None or name not in self._aliases:
+        if name is None or (name not in self._aliases and not self._aliases.has_patterns):
             return facts, request
-        record.alias = name
-        model = self._aliases.target(name, request.fields.session or record.request_id, self._served_now())
+        model = self._model_behind(name, request, record)
         if model == name:
             return facts, request
         naming = _naming_of(request, large)
         return facts._replace(model=model), request._replace(model=model, naming=naming)
+
+    def _model_behind(self, name: str, request: ClientRequest, record: RequestRecord) -> str:
+        """The model to place by. Notes the client's name in `record`, if that stands for another one."""
+        alias: str | None = name
+        if name not in self._aliases:
+            alias = None if self._runtime.serving.has_listed(name) else self._aliases.pattern_for(name)
+        if alias is None:
+            return name
+        record.alias = name
+        return self._aliases.target(alias, request.fields.session or record.request_id, self._served_now())
+
+    def waits_for_lists(self) -> bool:
+        """Whether a model may match a pattern that an endpoint will list in a moment: the first probe is not over."""
+        return self._aliases.has_patterns and any(
+            one.health is Health.STARTING and one.models is None for one in self._runtime.members()
+        )
 
     def flattening(self, request: ClientRequest, facts: BodyFacts) -> Flattening | None:
         """Begin to flatten the prompt of a large body; None if no prompt is needed."""
@@ -207,9 +223,8 @@ class RequestReader:
         model = named
         if named is None and request.route.is_inference:
             model = resolve(None, self._runtime.base_models())
-        elif named is not None and named in self._aliases:
-            record.alias = named
-            model = self._aliases.target(named, request.fields.session or record.request_id, self._served_now())
+        elif named is not None:
+            model = self._model_behind(named, request, record)
         if model is not None and model != named:
             request = request._replace(target=with_query_model(request.target, model))
         record.model = model

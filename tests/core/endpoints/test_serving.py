@@ -279,6 +279,19 @@ def test_a_model_that_no_member_lists_any_more_leaves_nothing_behind(leaves: str
     assert names(balancer, leaves) == []
 
 
+def test_what_was_ever_listed_is_remembered() -> None:
+    """Of endpoints that are down, draining or gone, too: a pattern of the settings must not take their models."""
+    balancer, uids = listing("a", "b")
+    serving = balancer._endpoints.serving
+    balancer.report_models(uids[0], [card("c")])
+    balancer.drain(uids[1])
+    balancer.set_endpoints([replace(spec(3), models=frozenset({"named"}))], now=0.0)
+    assert [one for one in ("a", "b", "c", "named", "d") if serving.has_listed(one)] == ["a", "b", "c", "named"]
+    balancer.report_models(balancer.set_endpoints([spec(4)], now=0.0).added[0].uid, [card("d")])
+    balancer.report_health(next(iter(balancer._endpoints.members())).endpoint.uid, True, "", now=0.0)
+    assert serving.has_listed("d")
+
+
 def test_the_more_endpoints_are_down_the_seldomer_each_is_dialled() -> None:
     balancer, endpoints = pool_of(100)
     for number, endpoint in enumerate(endpoints, 1):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 from collections import Counter
 
@@ -43,6 +44,40 @@ def test_an_alias_is_one_model_whoever_asks() -> None:
     assert {CANARY.target("fast", f"key-{n}", ()) for n in range(100)} == {"old"}
     assert "fast" in CANARY
     assert "old" not in CANARY
+
+
+def test_the_longest_pattern_goes_first_of_equal_ones_the_first() -> None:
+    """As written in a file: an order that is easy to foresee. What is special to regular expressions is not here."""
+    some = aliases("'*': all, 'a*': a1, '*a': a2, 'a.*': dots, 'a.b': exact, 'a*b*c': three")
+    chosen = {name: some.pattern_for(name) for name in ("a", "xa", "a.", "axbyc", "abc", "q", "", "a.*")}
+    assert chosen == {
+        "a": "a*",
+        "xa": "*a",
+        "a.": "a.*",
+        "axbyc": "a*b*c",
+        "abc": "a*b*c",
+        "q": "*",
+        "": "*",
+        "a.*": "a.*",
+    }
+    assert some.has_patterns
+    assert not CANARY.has_patterns
+    assert some.target("a*", "key", ()) == "a1"
+    assert [one.id for one in some.listed([ModelCard("all", b"{}"), ModelCard("exact", b"{}")])] == [
+        "all",
+        "exact",
+        "a.b",
+    ]
+
+
+@given(st.text("ab", max_size=8), st.text("ab*", min_size=1, max_size=6).filter(lambda text: "*" in text))
+def test_a_pattern_fits_what_a_shell_says(name: str, pattern: str) -> None:
+    assert (aliases(f"'{pattern}': m").pattern_for(name) == pattern) == fnmatch.fnmatchcase(name, pattern)
+
+
+def test_no_pattern_takes_long() -> None:
+    """As a regular expression this one takes longer than the test may."""
+    assert aliases(f"'{'a*' * 100}b': m").pattern_for("a" * 256) is None
 
 
 def test_one_key_always_gives_the_same_model() -> None:

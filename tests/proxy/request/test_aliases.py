@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 
 import pytest
 
+from lbproxy.control.discovery.specs import NO_CERTIFICATES, spec_of
+from lbproxy.proxy.front.requests import LISTS_S
 from tests.support.aio import run
 from tests.support.endpoint import ScriptedEndpoint, answer
 from tests.support.pool import card
@@ -209,6 +212,70 @@ def test_the_list_of_models_has_what_can_be_asked_for() -> None:
             }
             reply = await it.ask(b"GET /v1/models/gone HTTP/1.1\r\nHost: lb\r\n\r\n")
             assert reply.status == 404
+
+    run(main())
+
+
+PATTERNS = "models: {gpt-4o: m, 'claude-*': {to: m}, 'claude-*-haiku*': small, '*': {split: {m: 1}}}\n"
+
+
+def test_patterns_take_the_names_that_nobody_serves() -> None:
+    """A pattern never takes a model from its server, also while that is down; it is no model that clients can see."""
+
+    async def main() -> None:
+        async with (
+            ScriptedEndpoint(answer(ANSWER)) as one,
+            ScriptedEndpoint(answer(ANSWER)) as two,
+            rig(one.url, (two.url, "models: [small, claude-local]"), more=PATTERNS) as it,
+        ):
+            for name, model in (
+                ("gpt-4o", "m"),
+                ("claude-sonnet-5", "m"),
+                ("claude-4-haiku-5", "small"),
+                ("x y", "m"),
+                ("claude-local", "claude-local"),
+            ):
+                assert (await it.ask(post(json.dumps({"model": name}).encode()))).status == 200
+                assert it.records.requests[-1].model == model
+                assert it.records.requests[-1].alias == (None if name == model else name)
+            assert [json.loads(one.body)["model"] for one in two.requests] == ["small", "claude-local"]
+            reply = await it.ask(b"GET /v1/models HTTP/1.1\r\nHost: lb\r\n\r\n")
+            assert {one["id"] for one in json.loads(reply.body)["data"]} == {"m", "small", "claude-local", "gpt-4o"}
+            it.take_down("e2")
+            await it.settle()
+            assert (await it.ask(post(b'{"model":"claude-local"}'))).status == 503, (
+                "it is not there; no other stands in"
+            )
+            assert len(one.requests) == 3
+
+    run(main())
+
+
+@pytest.mark.parametrize("size", [10, 2 * MIB], ids=["fast lane", "slow lane"])
+@pytest.mark.parametrize("lists", [True, False], ids=["listed", "not listed"])
+def test_a_name_waits_for_the_first_lists_before_a_pattern_takes_it(size: int, lists: bool) -> None:
+    body = json.dumps({"model": "claude-local", "prompt": "x" * size}).encode()
+
+    async def main() -> None:
+        async with (
+            ScriptedEndpoint(answer(ANSWER)) as one,
+            ScriptedEndpoint(answer(ANSWER)) as two,
+            rig(one.url, two.url, more="models: {'*': m}\n") as it,
+        ):
+            specs = [
+                spec_of(entry, entry.name, NO_CERTIFICATES) for entry in settings_for([one.url, two.url]).endpoints
+            ]
+            it.runtime.set_endpoints(specs[:1])
+            new = it.runtime.set_endpoints(specs).added[0].uid
+            await it.settle()
+            asked = asyncio.ensure_future(it.ask(post(body)))
+            await asyncio.sleep(4 * LISTS_S)
+            assert not asked.done()
+            assert one.requests == two.requests == []
+            it.runtime.report_models(new, [card("claude-local" if lists else "other")])
+            it.runtime.report_health(new, True, "")
+            assert (await asked).status == 200
+            assert (len(one.requests), len(two.requests)) == ((0, 1) if lists else (1, 0))
 
     run(main())
 
