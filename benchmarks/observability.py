@@ -188,7 +188,7 @@ def section(rows: Sequence[Sequence[str]], *, command: str, python: str, busy: S
     return (
         f"## Observability\n\n`{command}`, {datetime.now(UTC):%Y-%m-%d}. {machine()}; load average before the run "
         f"{average}.\nlbproxy {__version__}, {python}, {SERVERS} endpoints. Medians of rounds\n"
-        "([what is on and off](../docs/benchmarks.md#observability)).\n\n"
+        "([what is on and off](../docs/benchmarks.md#parts)).\n\n"
         f"{table(heads, rows)}\n"
     )
 

@@ -122,8 +122,10 @@ def test_all_problems_come_at_once_each_with_its_path() -> None:
         ),
         (
             "flows: {weight: 3}",
-            "flows.weight: unknown key, did you mean flows.default.weight or flows.named.NAME.weight"
-            " or endpoints[].weight?",
+            (
+                "flows.weight: unknown key, did you mean flows.default.weight or flows.named.NAME.weight"
+                " or endpoints[].weight?"
+            ),
         ),
     ],
 )

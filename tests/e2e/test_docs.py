@@ -9,6 +9,7 @@ The word in `<!-- test: WORD -->` above a fence:
 - `faults` (sh): the same before a running `lbproxy mock`.
 - `lora` (sh): before two simulated servers that take adapters, and an lbproxy that lets clients load them.
 - `sleep` (sh): before two simulated servers that share a GPU, one of them asleep.
+- `job` (sh): before an lbproxy with the settings of its page (tests/e2e/test_jobs.py), with the output below it.
 - `keys` (sh): before an lbproxy with the settings above it (tests/e2e/test_docs_examples.py).
 - `traces` (sh): before an lbproxy that sends traces to a collector.
 - `refused` (yaml): settings that are wrong; the next block of the page is exactly what is said about them.
@@ -52,6 +53,9 @@ ENVIRON = {
     "LBPROXY_ADMIN_TOKEN": "5f4dcc3b5aa765d61d8327deb882cf99",
     "TEAM_A_KEY": "e0" * 16,
     "SERVER_KEY": "5e" * 16,
+    "ANN_KEY": "a0" * 16,
+    "NIGHTLY_KEY": "b0" * 16,
+    "LBPROXY_KEY": "c0" * 16,
     "REDIS_PASSWORD": "s3cret",
 }
 """The variables that the docs speak of."""
@@ -80,6 +84,7 @@ def test_marks_are_known_and_used() -> None:
         ("lora", "sh"),
         ("traces", "sh"),
         ("sleep", "sh"),
+        ("job", "sh"),
         ("refused", "yaml"),
         ("other", "yaml"),
         ("log", "json"),

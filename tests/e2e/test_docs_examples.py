@@ -70,7 +70,6 @@ ELSEWHERE = {
     ): "tests/control/admin/test_api.py: `models` of the state; the rest needs jq",
     ("disaggregation.md", "vllm serve"): "tests/real/test_disaggregation.py starts vLLM with these roles",
     ("sleep.md", "VLLM_SERVER_DEV_MODE"): "another program's; tests/control/sleeping/test_sleep_calls.py: its API",
-    ("benchmarks.md", "cd build/compiled"): "a benchmark, of minutes and for root: its tables are in the page",
     ("README.md", "python3 -m venv"): "tests/test_compiled.py: what of it is compiled; the rest needs a network",
     ("operations.md", "python3 -m venv /opt"): "tests/test_deploy.py: the unit; the rest needs root and systemd",
     (
@@ -117,9 +116,12 @@ COMMANDS = [block for block in BLOCKS if is_command(block)]
 def test_every_block_is_run_or_named_here() -> None:
     named = {*ELSEWHERE, *PICTURES, *ANSWERS}
     used, alone = set[tuple[str, str]](), list[str]()
+    before = list[Block]()
     for block in BLOCKS:
         # Marked ones, settings and queries are those of tests/e2e/test_docs.py, which knows all marks.
-        if block.mark or block.language in {"yaml", "promql"} or is_generated(block):
+        follows_job = any(one.mark == "job" and one.page == block.page and one.line < block.line for one in before)
+        before = [block]
+        if block.mark or follows_job or block.language in {"yaml", "promql"} or is_generated(block):
             continue
         found = begins(block, named)
         used |= found

@@ -4,7 +4,7 @@
     python -m tests.fuzz NAME|all [--runs N] [--seed S] [--first N] [--keep]
 
 Input number n of a seed is always the same. A JSON line says what became of the inputs; what differs or crashes is
-printed with its number, and the exit code is 1. `--keep` writes the line where docs/testing.md gets it.
+printed with its number, and the exit code is 1. `--keep` writes the line where README.md gets it.
 """
 
 from __future__ import annotations

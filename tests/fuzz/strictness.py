@@ -2,7 +2,7 @@
 """Where lbproxy is stricter than an oracle, or laxer, on purpose: the written list.
 
 A fuzzer that finds a difference asks here whether one of its rules explains it. What no rule explains is a
-disagreement, and fails. docs/testing.md shows the list; each rule says why it is no gap.
+disagreement, and fails. README.md shows the list; each rule says why it is no gap.
 """
 
 from __future__ import annotations
