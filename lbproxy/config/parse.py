@@ -177,8 +177,9 @@ def _elsewhere(key: str, section: type[BaseModel], path: str = "") -> Iterator[s
         yield f"{path}{key}" if path else f"{key} at the top level"
     for name, field in section.model_fields.items():
         for inner in _sections(field.annotation):
-            marks = {tuple: "[]", dict: ".NAME"}
-            yield from _elsewhere(key, inner, f"{path}{name}{marks.get(get_origin(field.annotation), '')}.")
+            origin = get_origin(field.annotation)
+            mark = "[]" if origin is tuple else ".NAME" if origin is dict else ""
+            yield from _elsewhere(key, inner, f"{path}{name}{mark}.")
 
 
 def _sections(annotation: object) -> Iterator[type[BaseModel]]:

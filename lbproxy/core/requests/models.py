@@ -50,8 +50,8 @@ class Aliases:
         return None
 
     def target(self, name: str, key: str, served: Collection[str]) -> str:
-        """Return the model that a request for the alias or pattern `name` is placed by. One `key` gives the same model in every
-        process.
+        """Return the model that a request for the alias or pattern `name` is placed by. One `key` gives the same model
+        in every process.
 
         Of a split, the models in `served` take part, or all of them if none is served: a model whose servers are gone
         leaves its share to the others.

@@ -342,10 +342,7 @@ class FrontEnd(web.Server):
             fields.forward = asking_as_it_is(fields.forward)
         http10 = request.version == (1, 0)
         read = ClientRequest(request.method, target, route, fields, body, credentials, http10, trace)
-        if requests.reading.waits_for_lists():
-            lists_read: asyncio.Future[None] = self._loop.create_future()
-            requests.after_lists(lambda: lists_read.done() or lists_read.set_result(None))
-            await lists_read
+        await self._lists_read()
         if route is ADAPTERS:
             await self._change_adapters(read, turn)
         elif len(body) <= PARSE_AT_ONCE_BYTES or not (has_json(read) or has_form(read)):
@@ -353,6 +350,12 @@ class FrontEnd(web.Server):
         else:
             sent, facts = await read_large(read, requests.reading, turn, self.overload, self.backlog)
             requests.start_exchange(sent, turn, facts)
+
+    async def _lists_read(self) -> None:
+        if self.requests.reading.waits_for_lists():
+            read = asyncio.Event()
+            self.requests.after_lists(read.set)
+            await read.wait()
 
     async def _change_adapters(self, request: ClientRequest, turn: Turn) -> None:
         record, settings = turn.record, turn.settings

@@ -285,7 +285,7 @@ def test_what_was_ever_listed_is_remembered() -> None:
     serving = balancer._endpoints.serving
     balancer.report_models(uids[0], [card("c")])
     balancer.drain(uids[1])
-    balancer.set_endpoints([replace(spec(3), models=frozenset({"named"}))], now=0.0)
+    balancer.set_endpoints([replace(spec(3), models=("named",))], now=0.0)
     assert [one for one in ("a", "b", "c", "named", "d") if serving.has_listed(one)] == ["a", "b", "c", "named"]
     balancer.report_models(balancer.set_endpoints([spec(4)], now=0.0).added[0].uid, [card("d")])
     balancer.report_health(next(iter(balancer._endpoints.members())).endpoint.uid, True, "", now=0.0)
