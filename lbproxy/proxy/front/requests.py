@@ -64,8 +64,6 @@ class Requests(Front):
         self._runtime = runtime
         self._rng = rng
         self._ids = _Ids()
-        self._after_lists: list[Callable[[], object]] = []
-        """What follows when the first lists of models are read."""
         self.reconfigure(settings, exchanger)
 
     def reconfigure(self, settings: Settings, exchanger: Exchanger) -> None:
@@ -119,16 +117,9 @@ class Requests(Front):
 
     def after_lists(self, call: Callable[[], object]) -> None:
         """Call it when no model may be listed for the first time in a moment: see RequestReader.waits_for_lists."""
-        self._after_lists.append(call)
-        if len(self._after_lists) == 1:
-            self._runtime.loop.call_later(LISTS_S, self._look_at_lists)
-
-    def _look_at_lists(self) -> None:
         if self.reading.waits_for_lists():
-            self._runtime.loop.call_later(LISTS_S, self._look_at_lists)
-            return
-        calls, self._after_lists = self._after_lists, []
-        for call in calls:
+            self._runtime.loop.call_later(LISTS_S, self.after_lists, call)
+        else:
             call()
 
     def start_exchange(self, request: ClientRequest, turn: Turn, large: LargeFacts | None = None) -> None:
