@@ -128,6 +128,11 @@ def answer(prompt: bytes, key: str, *, max_tokens: int, natural_end: bool, stop:
     return PlannedAnswer(text, token_count(len(text)), "stop" if ended else "length", None, text)
 
 
+def reflection(key: str) -> bytes:
+    """What is thought before the response: two sentences."""
+    return _sentences(shake_128(f"{key}:reflection".encode()).digest(2), 1 << 16).rstrip()
+
+
 def _sentences(choices: bytes, at_least: int) -> bytes:
     """Whole sentences, one for each byte of `choices`, until they have `at_least` bytes."""
     parts: list[bytes] = []

@@ -16,14 +16,27 @@ from typing import Protocol
 import xxhash
 
 from lbproxy.sim.engine.engine import SimRequest
+from lbproxy.sim.mock.apis.conversation import THOUGHT_BEGINS, thought
 from lbproxy.sim.mock.apis.fields import EngineError, Json, canonical, invalid, refused, required, shown
-from lbproxy.sim.mock.apis.tools import Forced, SaidCall, choose, example
-from lbproxy.sim.mock.text import TOKEN_BYTES, PlannedAnswer, answer, block_hashes, from_token_ids, pad, token_count
+from lbproxy.sim.mock.apis.tools import Forced, Part, choose, example
+from lbproxy.sim.mock.text import (
+    TOKEN_BYTES,
+    PlannedAnswer,
+    answer,
+    block_hashes,
+    from_token_ids,
+    pad,
+    reflection,
+    token_count,
+)
 
 MAX_SEQUENCES = 2048
 """Prompts times choices in one call: OpenAI's limit for batched inputs."""
 MAX_CALL_TOKENS = 2**22
 """Tokens of all prompts and choices in one call: what the server works out at once must not hold up its clock."""
+ENOUGH_TOKENS = 4096
+"""Who sets a lower limit gets as many tokens: load generators count on it, and most APIs have no `ignore_eos`. A limit
+from here on means "as many as it takes", as agents send it, and the response ends by itself."""
 
 _GARBLED = bytes.maketrans(
     ascii_letters.encode(),
@@ -40,7 +53,7 @@ class GenerationCall:
     prompts: tuple[bytes, ...]
     """Not empty, and none of them is."""
     max_tokens: int | None
-    """At least 1; None: to the natural end, or to the model's limit with `ignore_eos`."""
+    """At least 1; None: to the natural end, or to the model's limit with `ignore_eos`. See ENOUGH_TOKENS."""
     n: int = 1
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
@@ -50,6 +63,8 @@ class GenerationCall:
     """The response is a tool call."""
     schema: Json | None = None
     """The response is JSON that fits this schema."""
+    reasons: bool = False
+    """The response begins with reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +76,8 @@ class PlannedChoice:
     block_hashes: list[int]
     adapter: str | None = None
     """The LoRA adapter that says it."""
-    call: SaidCall | None = None
-    """The tool call that is all of the response."""
+    marked: tuple[Part, ...] = ()
+    """Its parts, if it is more than text."""
 
     def request(self, request_id: str, rank: int | None = None) -> SimRequest:
         """The work that this choice is for the engine. `rank`: the client's."""
@@ -72,16 +87,30 @@ class PlannedChoice:
         """Is this token the last one?"""
         return position == self.answer.tokens - 1
 
-    def arguments(self, position: int) -> str:
-        """What of the tool call's arguments one token has; often nothing."""
-        assert self.call is not None
-        begin = max(position * TOKEN_BYTES, self.call.arguments.start)
-        return self.answer.text[begin : min((position + 1) * TOKEN_BYTES, self.call.arguments.stop)].decode("ascii")
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """What the client is told, in order; not empty."""
+        return self.marked or (Part("text", range(len(self.answer.text))),)
 
-    def all_arguments(self) -> str:
-        """The tool call's arguments; cut off if the call was."""
-        assert self.call is not None
-        return self.answer.text[self.call.arguments.start : self.call.arguments.stop].decode("ascii")
+    @property
+    def call(self) -> Part | None:
+        """The tool call with which it ends."""
+        return self.marked[-1] if self.marked and self.marked[-1].kind == "call" else None
+
+    def piece(self, position: int) -> tuple[int, str]:
+        """What one token has of which part: the part's number, and often no text."""
+        begin, parts = position * TOKEN_BYTES, self.parts
+        number = next((n for n, part in enumerate(parts) if begin < part.place.stop), len(parts) - 1)
+        place = parts[number].place
+        return number, self.answer.text[max(begin, place.start) : min(begin + TOKEN_BYTES, place.stop)].decode("ascii")
+
+    def begins(self, position: int) -> bool:
+        """Is this token the first one of its part, or of the markup before it?"""
+        return position == 0 or self.piece(position - 1)[0] != self.piece(position)[0]
+
+    def whole(self, part: Part) -> str:
+        """All of a part; cut off if the response was."""
+        return self.answer.text[part.place.start : part.place.stop].decode("ascii")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,24 +167,41 @@ def plan(call: GenerationCall, *, max_model_len: int, seed: int, adapter: str | 
         tokens += (prompt_tokens + limit) * call.n
         if tokens > MAX_CALL_TOKENS:
             raise refused(f"At most {MAX_CALL_TOKENS} tokens in one request, prompts times n included.", "n", call.n)
-        natural_end = call.max_tokens is None and not call.ignore_eos
         for choice in range(call.n):
             key = f"{seed}:{call.seed}:{choice}{'' if adapter is None else f':{adapter}'}"
-            said_call = None
-            if call.forced is not None:
-                text, said_call = choose(call.forced, _key_of(key, prompt))
-                said = _given_answer(text, limit)
-            elif call.schema is not None:
-                said = _given_answer(canonical(example(call.schema, _key_of(key, prompt))), limit)
-            else:
-                said = answer(prompt, key, max_tokens=limit, natural_end=natural_end, stop=call.stop)
+            said, parts = _say(call, prompt, key, limit)
             hashes = block_hashes(pad(prompt) + said.computed, adapter)
-            choices.append(PlannedChoice(prompt_tokens, said, hashes, adapter, said_call))
+            choices.append(PlannedChoice(prompt_tokens, said, hashes, adapter, parts))
     return choices
 
 
-def _key_of(key: str, prompt: bytes) -> str:
-    return f"{key}:{xxhash.xxh3_64_hexdigest(prompt)}"
+def _say(call: GenerationCall, prompt: bytes, key: str, limit: int) -> tuple[PlannedAnswer, tuple[Part, ...]]:
+    """One response of at most `limit` tokens, and its parts."""
+    own = f"{key}:{xxhash.xxh3_64_hexdigest(prompt)}"
+    reasoning = reflection(own) if call.reasons else b""
+    before = thought(reasoning.decode("ascii"))
+    room = max(1, limit - len(before) // TOKEN_BYTES)
+    part = None
+    if call.forced is not None:
+        text, part = choose(call.forced, own)
+        said = _given_answer(text, room)
+    elif call.schema is not None:
+        said = _given_answer(canonical(example(call.schema, own)), room)
+    else:
+        natural_end = not call.ignore_eos and (call.max_tokens is None or call.max_tokens >= ENOUGH_TOKENS)
+        said = answer(prompt, key, max_tokens=room, natural_end=natural_end, stop=call.stop)
+    if part is None and not before:
+        return said, ()
+    part = part or Part("text", range(len(said.text)))
+    begin = len(THOUGHT_BEGINS)
+    place = range(len(before) + part.place.start, len(before) + part.place.stop)
+    parts = (Part("reasoning", range(begin, begin + len(reasoning))), part._replace(place=place))[not before :]
+    most = limit * TOKEN_BYTES
+    if len(before) >= most:
+        return PlannedAnswer(before[:most], limit, "length", None, before[:most]), parts[:1]
+    tokens = len(before) // TOKEN_BYTES + said.tokens
+    joined = replace(said, text=before + said.text, tokens=tokens, computed=before + said.computed)
+    return joined, parts
 
 
 def _given_answer(text: str, limit: int) -> PlannedAnswer:

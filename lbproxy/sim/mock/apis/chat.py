@@ -20,7 +20,7 @@ from lbproxy.sim.mock.apis.call import (
     prompt_tokens_of,
     prompts_in,
 )
-from lbproxy.sim.mock.apis.conversation import Turns, called, render, thought
+from lbproxy.sim.mock.apis.conversation import Turns, asked, called, render, thought
 from lbproxy.sim.mock.apis.fields import (
     Json,
     boolean,
@@ -32,6 +32,8 @@ from lbproxy.sim.mock.apis.fields import (
     required,
     shown,
     stops,
+    text_of,
+    typed,
 )
 from lbproxy.sim.mock.apis.tools import Forced, Tool, forced_by, schema_of, tool_of
 
@@ -72,8 +74,9 @@ def parse_completion(fields: Json) -> tuple[GenerationCall, ResponseForm]:
 def chat_prompt(fields: Json) -> tuple[bytes, Forced | None]:
     """The prompt of a body with messages and tools, and the tool that the client forces."""
     tools = [_tool(tool) for tool in objects(fields, "tools")]
-    forced = _forced(fields, tools)
-    return render(read_messages(required(fields, "messages")).turns, tools), forced
+    turns = read_messages(required(fields, "messages")).turns
+    words = "" if boolean(fields, "ignore_eos") else asked(turns)
+    return render(turns, tools), _forced(fields, tools, words)
 
 
 def read_messages(messages: object) -> Turns:
@@ -114,15 +117,22 @@ def _tool(tool: Json) -> Tool:
     return tool_of(function.get("name"), function.get("description"), function.get("parameters"))
 
 
-def _forced(fields: Json, tools: Sequence[Tool]) -> Forced | None:
+def _forced(fields: Json, tools: Sequence[Tool], words: str) -> Forced | None:
     choice = fields.get("tool_choice")
     if choice is None or choice in ("auto", "none", "required"):
-        return forced_by(str(choice or "auto"), tools)
+        return forced_by(str(choice or "auto"), tools, asked=words)
     function = choice.get("function") if isinstance(choice, dict) else None
     if not isinstance(function, dict):
         message = "Input should be 'none', 'auto', 'required' or a named function"
         raise invalid("literal_error", "body.tool_choice", message, shown(choice))
-    return forced_by("named", tools, function.get("name"))
+    return forced_by("named", tools, function.get("name"), asked=words)
+
+
+def _reasons(fields: Json) -> bool:
+    """Is reasoning asked for, in one of the ways in which clients of vLLM do?"""
+    template = typed(fields, "chat_template_kwargs", dict, "dictionary") or {}
+    by_template = any(template.get(name) is True for name in ("enable_thinking", "thinking"))
+    return by_template or text_of(fields, "reasoning_effort") not in (None, "none")
 
 
 def _call(
@@ -147,6 +157,7 @@ def _call(
         stream=boolean(fields, "stream"),
         forced=forced,
         schema=schema_of(fields.get("response_format"), "response_format") if chat else None,
+        reasons=chat and _reasons(fields),
     )
     return call, ResponseForm(chat, n, boolean(options, "include_usage"), forced is not None and forced.named)
 
@@ -180,14 +191,15 @@ def response_body(
 def _whole_choice(identity: Identity, form: ResponseForm, index: int, choice: PlannedChoice) -> Json:
     said: Json = {"text": choice.answer.text.decode("ascii")}
     if form.chat:
-        message: Json = {"role": "assistant", "content": said["text"], "refusal": None, "function_call": None}
+        parts = {part.kind: choice.whole(part) for part in choice.parts}
+        text = parts.get("text", "" if form.named_tool else None)
+        message: Json = {"role": "assistant", "content": text, "refusal": None, "function_call": None}
         if choice.call is not None:
-            message["content"] = "" if form.named_tool else None
-            function = {"name": choice.call.name, "arguments": choice.all_arguments()}
+            function = {"name": choice.call.name, "arguments": parts["call"]}
             message["tool_calls"] = [
                 {"id": identity.part("chatcmpl-tool-", index), "type": "function", "function": function}
             ]
-        said = {"message": message | {"reasoning": None}}
+        said = {"message": message | {"reasoning": parts.get("reasoning")}}
     return {
         "index": index,
         **said,
@@ -237,7 +249,7 @@ class ChatEvents:
         )
 
     def token(self, choice: PlannedChoice, index: int, position: int) -> bytes:
-        if choice.is_last(position) or choice.call is not None:
+        if choice.is_last(position) or choice.marked:
             return self._slow_token(choice, index, position)
         text = orjson.dumps(choice.answer.token(position))
         return b"%b%d%b%b%b" % (self._before_index, index, self._before_text, text, self._after_text)
@@ -252,12 +264,13 @@ class ChatEvents:
     def _slow_token(self, choice: PlannedChoice, index: int, position: int) -> bytes:
         said: Json = {"text": choice.answer.token(position)}
         last = choice.is_last(position)
-        if choice.call is not None:
-            said = {"delta": self._call_delta(choice, index, position)}
-            if not last and not said["delta"]:
-                return b""
-        elif self._form.chat:
-            said = {"delta": {"content": said["text"]}}
+        if self._form.chat:
+            delta = self._delta(choice, index, position)
+            if delta is None:
+                if not last:
+                    return b""
+                delta = {} if choice.call is not None else {"content": ""}
+            said = {"delta": delta}
         body: Json = {"index": index, **said, "logprobs": None, "finish_reason": None, "token_ids": None}
         if not last:
             return self._event([body])
@@ -269,16 +282,19 @@ class ChatEvents:
         }
         return self._event([body], system_fingerprint=FINGERPRINT)
 
-    def _call_delta(self, choice: PlannedChoice, index: int, position: int) -> Json:
-        """What one token adds to the tool call: its name with the first, then pieces of its arguments."""
-        assert choice.call is not None
+    def _delta(self, choice: PlannedChoice, index: int, position: int) -> Json | None:
+        """What one token adds, None if nothing: to a call the tool's name with the first, then pieces of arguments."""
+        number, piece = choice.piece(position)
+        part = choice.parts[number]
+        if part.kind != "call":
+            return {"content" if part.kind == "text" else "reasoning": piece} if piece else None
         call: Json = {"index": 0}
-        function: Json = {"arguments": choice.arguments(position)}
-        if position == 0:
+        function: Json = {"arguments": piece}
+        if choice.begins(position):
             call = {"id": self._identity.part("chatcmpl-tool-", index), "type": "function", "index": 0}
-            function = {"name": choice.call.name} | function
-        elif not function["arguments"]:
-            return {}
+            function = {"name": part.name} | function
+        elif not piece:
+            return None
         return {"tool_calls": [call | {"function": function}]}
 
     def _event(self, choices: list[Json], **more: object) -> bytes:

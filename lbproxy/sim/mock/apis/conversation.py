@@ -8,16 +8,21 @@ where that matters for the prefix cache.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lbproxy.sim.mock.apis.fields import EngineError, Json, canonical, invalid, load_json, shown
 from lbproxy.sim.mock.apis.media import audio_in, image_at, image_in
 from lbproxy.sim.mock.apis.tools import Tool, call_text
-from lbproxy.sim.mock.text import TOKEN_BYTES, render_chat
+from lbproxy.sim.mock.text import TOKEN_BYTES, pad, render_chat
 
 MAX_MEDIA = 256
 """Images and recordings in one request: each is up to 64 KiB of prompt, whatever the length of its URL."""
+THOUGHT_BEGINS = b"<think>\n"
+_ASKED_BYTES = 4096
+"""Of a user's turn, from its end: as much as a person writes. Agents put what they add before it, in tags."""
+_TAGGED = re.compile(r"<([\w-]+)>.*?</\1>|^.*</[\w-]+>", re.DOTALL | re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +99,16 @@ class Turns:
 
 
 def thought(text: object) -> bytes:
-    """Reasoning that comes back in the history."""
-    return f"<think>\n{text}\n</think>\n".encode() if isinstance(text, str) and text else b""
+    """Reasoning as the model writes it, and as it comes back in the history: whole tokens."""
+    return pad(THOUGHT_BEGINS + f"{text}\n</think>\n".encode(), b"\n") if isinstance(text, str) and text else b""
+
+
+def asked(turns: Sequence[ConversationTurn]) -> str:
+    """What the user has just written; empty where something else is responded to, such as the result of a tool."""
+    last = next((turn for turn in reversed(turns) if turn.role not in ("system", "developer")), None)
+    if last is None or last.role != "user":
+        return ""
+    return _TAGGED.sub("", last.content[-_ASKED_BYTES:].decode("utf-8", "replace"))
 
 
 def called(name: object, arguments: object) -> bytes:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import orjson
 
 from lbproxy.sim.mock.apis.call import GenerationCall, Identity, PlannedChoice, at_least_one
-from lbproxy.sim.mock.apis.conversation import Turns, called, render, thought
+from lbproxy.sim.mock.apis.conversation import Turns, asked, called, render, thought
 from lbproxy.sim.mock.apis.fields import (
     EngineError,
     Json,
@@ -25,11 +25,18 @@ from lbproxy.sim.mock.apis.fields import (
     shown,
     stops,
     text_of,
+    typed,
 )
-from lbproxy.sim.mock.apis.tools import Forced, Tool, forced_by, tool_of
+from lbproxy.sim.mock.apis.tools import Forced, Part, Tool, forced_by, tool_of
 
 BILLING_HEADER = "x-anthropic-billing-header"
 """What Claude Code puts before its system prompt, different each time; vLLM drops it (its pull request 36829)."""
+_DELTAS = {
+    "reasoning": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
+"""What the events of each kind of part are called, and their field."""
 _CHOICES = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
 
 
@@ -37,6 +44,7 @@ def parse(fields: Json) -> GenerationCall:
     """A body of /v1/messages."""
     required(fields, "max_tokens")
     model, prompt, forced = _prompt(fields)
+    thinking = typed(fields, "thinking", dict, "dictionary") or {}
     return GenerationCall(
         model=model,
         prompts=(prompt,),
@@ -44,6 +52,7 @@ def parse(fields: Json) -> GenerationCall:
         stop=stops(fields, "stop_sequences"),
         stream=boolean(fields, "stream"),
         forced=forced,
+        reasons=thinking.get("type") in ("enabled", "adaptive"),
     )
 
 
@@ -72,7 +81,8 @@ def _prompt(fields: Json) -> tuple[str | None, bytes, Forced | None]:
     required(fields, "messages")
     for position, message in enumerate(objects(fields, "messages")):
         _read_message(turns, message, f"body.messages.{position}")
-    return text_of(fields, "model"), render(turns.turns, tools), _forced(fields, tools)
+    said = turns.turns
+    return text_of(fields, "model"), render(said, tools), _forced(fields, tools, asked(said))
 
 
 def _tool(tool: Json) -> Tool:
@@ -80,13 +90,13 @@ def _tool(tool: Json) -> Tool:
     return tool_of(tool.get("name"), tool.get("description"), tool.get("input_schema"))
 
 
-def _forced(fields: Json, tools: Sequence[Tool]) -> Forced | None:
+def _forced(fields: Json, tools: Sequence[Tool], words: str) -> Forced | None:
     given = fields.get("tool_choice")
     kind = given.get("type") if isinstance(given, dict) else "auto" if given is None else None
     if not isinstance(kind, str) or kind not in _CHOICES:
         message = "Input should be 'auto', 'any', 'tool' or 'none'"
         raise invalid("literal_error", "body.tool_choice.type", message, shown(given))
-    return forced_by(_CHOICES[kind], tools, given.get("name") if isinstance(given, dict) else None)
+    return forced_by(_CHOICES[kind], tools, given.get("name") if isinstance(given, dict) else None, asked=words)
 
 
 def _system_text(turns: Turns, given: object, where: str) -> bytes:
@@ -173,15 +183,12 @@ def usage(choice: PlannedChoice, cached_tokens: int) -> Json:
 
 def response_body(identity: Identity, choice: PlannedChoice, cached_tokens: int) -> bytes:
     """The complete body of a call that does not stream."""
-    block: Json = {"type": "text", "text": choice.answer.text.decode("ascii")}
-    if choice.call is not None:
-        block = _tool_block(identity, choice) | {"input": _parsed(choice.all_arguments())}
     reason, stop = _stop(choice)
     body: Json = {
         "id": identity.id,
         "type": "message",
         "role": "assistant",
-        "content": [block],
+        "content": [_block(identity, part, choice.whole(part)) for part in choice.parts],
         "model": identity.model,
         "stop_reason": reason,
     }
@@ -198,9 +205,23 @@ def _parsed(arguments: str) -> object:
         return {}
 
 
-def _tool_block(identity: Identity, choice: PlannedChoice) -> Json:
-    assert choice.call is not None
-    return {"type": "tool_use", "id": identity.part("chatcmpl-tool-"), "name": choice.call.name, "input": {}}
+def _block(identity: Identity, part: Part, said: str) -> Json:
+    """A block of the content with this said of it so far."""
+    if part.kind == "call":
+        return {
+            "type": "tool_use",
+            "id": identity.part("chatcmpl-tool-"),
+            "name": part.name,
+            "input": _parsed(said),
+        }
+    if part.kind == "reasoning":
+        return {"type": "thinking", "thinking": said, "signature": _signature(identity) if said else ""}
+    return {"type": "text", "text": said}
+
+
+def _signature(identity: Identity) -> str:
+    """What Anthropic has clients send back with reasoning; nobody checks it here."""
+    return identity.part("sig_")
 
 
 def _stop(choice: PlannedChoice) -> tuple[str, str | None]:
@@ -219,7 +240,8 @@ class MessageEvents:
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
-        self._begun = False
+        self._begun: tuple[int, Part] | None = None
+        """The block that is being written, and its number."""
 
     def accepted(self, choices: Sequence[PlannedChoice]) -> bytes:
         """Nothing."""
@@ -241,30 +263,39 @@ class MessageEvents:
 
     def token(self, choice: PlannedChoice, index: int, position: int) -> bytes:
         """What one token adds; nothing if it has no text."""
-        if choice.call is not None:
-            piece = choice.arguments(position)
-            delta: Json = {"type": "input_json_delta", "partial_json": piece}
-            block = _tool_block(self._identity, choice)
-        else:
-            piece = choice.answer.token(position)
-            delta = {"type": "text_delta", "text": piece}
-            block = {"type": "text", "text": ""}
+        number, piece = choice.piece(position)
         if not piece:
             return b""
-        begin = b"" if self._begun else _event("content_block_start", {"content_block": block, "index": 0})
-        self._begun = True
-        return begin + _event("content_block_delta", {"delta": delta, "index": 0})
+        part = choice.parts[number]
+        begin = b""
+        if self._begun != (number, part):
+            block = _block(self._identity, part, "")
+            begin = self._ended() + _event("content_block_start", {"content_block": block, "index": number})
+            self._begun = number, part
+        kind, name = _DELTAS[part.kind]
+        return begin + _event("content_block_delta", {"delta": {"type": kind, name: piece}, "index": number})
 
     def closing(self, choices: Sequence[PlannedChoice], cached_tokens: int) -> bytes:
         """The ends of the block and of the message."""
         reason, stop = _stop(choices[0])
         delta = {"stop_reason": reason, "stop_sequence": stop}
         events = [
-            _event("content_block_stop", {"index": 0}) if self._begun else b"",
+            self._ended(),
             _event("message_delta", {"delta": delta, "usage": usage(choices[0], cached_tokens)}),
             _event("message_stop", {}),
         ]
         return b"".join(events)
+
+    def _ended(self) -> bytes:
+        """The end of the block that is being written, if any is."""
+        if self._begun is None:
+            return b""
+        number, part = self._begun
+        signed = b""
+        if part.kind == "reasoning":
+            delta = {"type": "signature_delta", "signature": _signature(self._identity)}
+            signed = _event("content_block_delta", {"delta": delta, "index": number})
+        return signed + _event("content_block_stop", {"index": number})
 
 
 def _event(kind: str, fields: Json) -> bytes:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import orjson
 
 from lbproxy.sim.mock.apis.call import GenerationCall, Identity, PlannedChoice, at_least_one
-from lbproxy.sim.mock.apis.conversation import ConversationTurn, Turns, called, render, thought
+from lbproxy.sim.mock.apis.conversation import ConversationTurn, Turns, asked, called, render, thought
 from lbproxy.sim.mock.apis.fields import (
     EngineError,
     Json,
@@ -29,7 +29,8 @@ from lbproxy.sim.mock.apis.fields import (
     text_of,
     typed,
 )
-from lbproxy.sim.mock.apis.tools import Forced, Tool, forced_by, schema_of, tool_of
+from lbproxy.sim.mock.apis.tools import Forced, Part, Tool, forced_by, schema_of, tool_of
+from lbproxy.sim.mock.text import token_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +53,10 @@ class ResponsesCall:
 def parse(fields: Json, former: Sequence[ConversationTurn] = ()) -> ResponsesCall:
     """A body of POST /v1/responses. `former`: the conversation of `previous_response_id`."""
     tools = [tool for tool in map(_tool, objects(fields, "tools")) if tool is not None]
-    forced = _forced(fields, tools)
     instructions = text_of(fields, "instructions")
     turns = tuple(_read(required(fields, "input"), former).turns)
+    reasoning = typed(fields, "reasoning", dict, "dictionary")
+    ignore_eos = boolean(fields, "ignore_eos")
     system = [ConversationTurn("system", instructions.encode())] if instructions else []
     limit = at_least_one(integer(fields, "max_output_tokens"))
     text = typed(fields, "text", dict, "dictionary")
@@ -62,10 +64,11 @@ def parse(fields: Json, former: Sequence[ConversationTurn] = ()) -> ResponsesCal
         model=model_of(fields),
         prompts=(render([*system, *turns], tools),),
         max_tokens=limit,
-        ignore_eos=boolean(fields, "ignore_eos"),
+        ignore_eos=ignore_eos,
         seed=integer(fields, "seed"),
         stream=boolean(fields, "stream"),
-        forced=forced,
+        forced=_forced(fields, tools, "" if ignore_eos else asked(turns)),
+        reasons=reasoning is not None and reasoning.get("effort") != "none",
         schema=schema_of(text.get("format"), "text.format") if text else None,
     )
     store = typed(fields, "store", bool, "boolean")
@@ -124,14 +127,14 @@ def _tool(tool: Json) -> Tool | None:
     return tool_of(tool.get("name"), tool.get("description"), tool.get("parameters"))
 
 
-def _forced(fields: Json, tools: Sequence[Tool]) -> Forced | None:
+def _forced(fields: Json, tools: Sequence[Tool], words: str) -> Forced | None:
     choice = fields.get("tool_choice")
     if choice is None or choice in ("auto", "none", "required"):
-        return forced_by(str(choice or "auto") if tools else "none", tools)
+        return forced_by(str(choice or "auto") if tools else "none", tools, asked=words)
     if not isinstance(choice, dict) or choice.get("type") != "function":
         message = "Input should be 'none', 'auto', 'required' or a function"
         raise invalid("literal_error", "body.tool_choice", message, shown(choice))
-    return forced_by("named", tools, choice.get("name"))
+    return forced_by("named", tools, choice.get("name"), asked=words)
 
 
 def _read(given: object, former: Sequence[ConversationTurn]) -> Turns:
@@ -177,6 +180,9 @@ def _read_item(turns: Turns, item: Json, where: str, thinking: bytes) -> bytes:
 
 # Responses.
 
+_CONTENTS = {"reasoning": ("reasoning_text", "reasoning_part"), "text": ("output_text", "content_part")}
+"""What the events of a content, and of the part that holds it, are called."""
+
 
 def usage(choice: PlannedChoice, cached_tokens: int) -> Json:
     """The usage object of a finished response."""
@@ -190,7 +196,7 @@ def usage(choice: PlannedChoice, cached_tokens: int) -> Json:
         },
         "output_tokens": choice.answer.tokens,
         "output_tokens_details": {
-            "reasoning_tokens": 0,
+            "reasoning_tokens": sum(token_count(len(part.place)) for part in choice.parts if part.kind == "reasoning"),
             "tool_output_tokens": 0,
             "output_tokens_per_turn": [],
             "tool_output_tokens_per_turn": [],
@@ -207,6 +213,8 @@ class ResponseWriter:
         self._request = request
         self._max_model_len = max_model_len
         self._events = 0
+        self._open = -1
+        """The number of the item that is being written."""
 
     def body(self, choice: PlannedChoice, status: str, cached_tokens: int = 0) -> Json:
         """The response object. `status`: queued, in_progress, cancelled; `completed` becomes `incomplete` by itself."""
@@ -222,7 +230,7 @@ class ResponseWriter:
             "metadata": repeated["metadata"],
             "model": self._identity.model,
             "object": "response",
-            "output": [self._item(choice, "completed")] if done else [],
+            "output": [self._item(choice, part, "completed") for part in choice.parts] if done else [],
             **{name: repeated[name] for name in ("parallel_tool_calls", "temperature", "tool_choice", "tools")},
             "top_p": repeated["top_p"],
             "background": repeated["background"],
@@ -250,72 +258,93 @@ class ResponseWriter:
         return created + self._event("response.in_progress", {"response": begun})
 
     def opening(self, choices: Sequence[PlannedChoice]) -> bytes:
-        """The one item of the output as it begins."""
-        (choice,) = choices
-        item = self._item(choice, "in_progress")
-        events = [self._event("response.output_item.added", {"item": item, "output_index": 0})]
-        if choice.call is None:
-            part = {"annotations": [], "text": "", "type": "output_text", "logprobs": []}
-            fields = {"content_index": 0, "item_id": self._item_id(choice), "output_index": 0, "part": part}
-            events.append(self._event("response.content_part.added", fields))
-        return b"".join(events)
+        """The first item of the output as it begins."""
+        return self._opened(choices[0], 0)
 
     def token(self, choice: PlannedChoice, index: int, position: int) -> bytes:
         """What one token adds; nothing if it has no text."""
-        item_id = self._item_id(choice)
-        if choice.call is not None:
-            piece = choice.arguments(position)
-            fields: Json = {"delta": piece, "item_id": item_id, "output_index": 0}
-            return self._event("response.function_call_arguments.delta", fields) if piece else b""
-        text = choice.answer.token(position)
-        fields = {"content_index": 0, "delta": text, "item_id": item_id, "logprobs": [], "output_index": 0}
-        return self._event("response.output_text.delta", fields) if text else b""
+        number, piece = choice.piece(position)
+        if not piece:
+            return b""
+        begun = b"" if number == self._open else self._closed(choice) + self._opened(choice, number)
+        part = choice.parts[number]
+        said: Json = {"delta": piece, "item_id": self._item_id(part)}
+        if part.kind == "call":
+            said["output_index"] = number
+            return begun + self._event("response.function_call_arguments.delta", said)
+        fields = {"content_index": 0, **said, **_logprobs(part), "output_index": number}
+        return begun + self._event(f"response.{_CONTENTS[part.kind][0]}.delta", fields)
 
     def closing(self, choices: Sequence[PlannedChoice], cached_tokens: int) -> bytes:
-        """The ends of the text, of the item and of the response."""
+        """The ends of the last item and of the response."""
         (choice,) = choices
-        item = self._item(choice, "completed")
-        place: Json = {"item_id": item["id"], "output_index": 0}
-        if choice.call is not None:
+        whole = self.body(choice, "completed", cached_tokens)
+        return self._closed(choice) + self._event("response.completed", {"response": whole})
+
+    def _opened(self, choice: PlannedChoice, number: int) -> bytes:
+        """An item as it begins."""
+        self._open, part = number, choice.parts[number]
+        item = self._item(choice, part, "in_progress")
+        added = self._event("response.output_item.added", {"item": item, "output_index": number})
+        if part.kind == "call":
+            return added
+        empty = _content(part.kind, "") | _logprobs(part)
+        fields = {"content_index": 0, "item_id": item["id"], "output_index": number, "part": empty}
+        return added + self._event(f"response.{_CONTENTS[part.kind][1]}.added", fields)
+
+    def _closed(self, choice: PlannedChoice) -> bytes:
+        """The ends of the text and of the item that is being written."""
+        number, part = self._open, choice.parts[self._open]
+        item = self._item(choice, part, "completed")
+        place: Json = {"item_id": item["id"], "output_index": number}
+        if part.kind == "call":
             arguments: Json = {"arguments": item["arguments"], "name": item["name"]}
             events = [self._event("response.function_call_arguments.done", arguments | place)]
         else:
-            text = choice.answer.text.decode("ascii")
-            said: Json = {"content_index": 0, "item_id": item["id"], "logprobs": [], "output_index": 0}
-            part = _text_part(text)
+            text, (delta, content) = choice.whole(part), _CONTENTS[part.kind]
+            said: Json = {"content_index": 0, "item_id": item["id"], **_logprobs(part), "output_index": number}
+            whole = {"content_index": 0} | place | {"part": _content(part.kind, text)}
             events = [
-                self._event("response.output_text.done", said, text=text),
-                self._event("response.content_part.done", {"content_index": 0} | place | {"part": part}),
+                self._event(f"response.{delta}.done", said, text=text),
+                self._event(f"response.{content}.done", whole),
             ]
-        events.append(self._event("response.output_item.done", {"item": item, "output_index": 0}))
-        whole = self.body(choice, "completed", cached_tokens)
-        events.append(self._event("response.completed", {"response": whole}))
+        events.append(self._event("response.output_item.done", {"item": item, "output_index": number}))
         return b"".join(events)
 
-    def _item(self, choice: PlannedChoice, status: str) -> Json:
-        """The one item of the output: a message, or a call."""
-        done = status == "completed"
-        if choice.call is not None:
+    def _item(self, choice: PlannedChoice, part: Part, status: str) -> Json:
+        """An item of the output: reasoning, a message, or a call."""
+        said = choice.whole(part) if status == "completed" else ""
+        if part.kind == "call":
             return {
-                "arguments": choice.all_arguments() if done else "",
+                "arguments": said,
                 "call_id": self._identity.part("call_"),
-                "name": choice.call.name,
+                "name": part.name,
                 "type": "function_call",
-                "id": self._item_id(choice),
+                "id": self._item_id(part),
                 "namespace": None,
                 "status": status,
             }
+        content = [_content(part.kind, said)] if status == "completed" else []
+        if part.kind == "reasoning":
+            return {
+                "id": self._item_id(part),
+                "summary": [],
+                "type": "reasoning",
+                "content": content,
+                "encrypted_content": None,
+                "status": status,
+            }
         return {
-            "id": self._item_id(choice),
-            "content": [_text_part(choice.answer.text.decode("ascii"))] if done else [],
+            "id": self._item_id(part),
+            "content": content,
             "role": "assistant",
             "status": status,
             "type": "message",
             "phase": None,
         }
 
-    def _item_id(self, choice: PlannedChoice) -> str:
-        return self._identity.part("msg_" if choice.call is None else "fc_")
+    def _item_id(self, part: Part) -> str:
+        return self._identity.part({"reasoning": "rs_", "text": "msg_", "call": "fc_"}[part.kind])
 
     def _event(self, kind: str, fields: Json, **after: object) -> bytes:
         """One event. `after`: fields that stand behind the number."""
@@ -324,7 +353,14 @@ class ResponseWriter:
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), dump(body))
 
 
-def _text_part(text: str) -> Json:
+def _logprobs(part: Part) -> Json:
+    """The field that events of text have, and those of reasoning have not."""
+    return {"logprobs": []} if part.kind == "text" else {}
+
+
+def _content(kind: str, text: str) -> Json:
+    if kind == "reasoning":
+        return {"text": text, "type": "reasoning_text"}
     return {"annotations": [], "text": text, "type": "output_text", "logprobs": None}
 
 

@@ -2,16 +2,19 @@
 """Tools: what they are in a prompt, whether the client forces one, and a call with arguments that fit its schema; and
 responses that have to fit a schema themselves.
 
-The simulated model calls a tool only if it must (`tool_choice` required, any, or a name). The call is text in the
+The simulated model calls a tool if it must (`tool_choice` required, any, or a name), or if the user's words name one:
+"use the read_file tool", "call weather". What stands there in backticks becomes its arguments. The call is text in the
 model's own output, as Hermes and Qwen write it; when the call comes back in the history it becomes the same text, so
 that the next turn finds its blocks.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import shake_128
+from typing import Literal, NamedTuple
 
 from lbproxy.sim.mock.apis.fields import EngineError, Json, canonical
 
@@ -19,6 +22,11 @@ MAX_DEPTH = 6
 """Depth of arguments; below it they are null."""
 MAX_PROPERTIES = 64
 """Properties of one object in arguments."""
+_ASKS = re.compile(
+    r"\b(?:call|invoke|run|try|use)\s+(?:(?:the|a|your)\s+)?(?:(?:function|tool)\s+)?[`\"']?([\w.-]+)[`\"']?",
+    re.IGNORECASE | re.ASCII,
+)
+_QUOTED = re.compile(r"`([^`\n]+)`")
 _WORDS = ("alpha", "bravo", "delta", "oscar", "tango", "victor")
 
 
@@ -34,21 +42,24 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class Forced:
-    """The client wants a call and no text."""
+    """A call is wanted, and no text."""
 
     tools: tuple[Tool, ...]
     """One of them; not empty."""
     named: bool
     """The client named it. vLLM then ends with `stop`, else with `tool_calls`."""
+    words: tuple[str, ...] = ()
+    """What the user's words give for its arguments, in the order of the schema."""
 
 
-@dataclass(frozen=True, slots=True)
-class SaidCall:
-    """A call in a response's text."""
+class Part(NamedTuple):
+    """What a client is told of a stretch of generated text; what stands between parts is markup."""
 
-    name: str
-    arguments: range
-    """Where in the text, in bytes, its arguments stand."""
+    kind: Literal["reasoning", "text", "call"]
+    place: range
+    """Bytes of the text: of a call those of its arguments."""
+    name: str = ""
+    """The tool's."""
 
 
 def tool_of(name: object, description: object, schema: object) -> Tool:
@@ -64,10 +75,14 @@ def tool_of(name: object, description: object, schema: object) -> Tool:
     return Tool(name, text, full)
 
 
-def forced_by(choice: str, tools: Sequence[Tool], name: object = None) -> Forced | None:
-    """What a choice of `auto`, `none`, `required` or `named` asks for. vLLM's words for what cannot be."""
-    if choice in ("auto", "none"):
+def forced_by(choice: str, tools: Sequence[Tool], name: object = None, *, asked: str) -> Forced | None:
+    """What a choice of `auto`, `none`, `required` or `named` asks for. vLLM's words for what cannot be. `asked`: the
+    user's words, which count for `auto`.
+    """
+    if choice == "none":
         return None
+    if choice == "auto":
+        return _called_for(tools, asked)
     if not tools:
         raise EngineError(400, "When using `tool_choice`, `tools` must be set.", "BadRequestError", "tool_choice")
     if choice == "required":
@@ -79,6 +94,16 @@ def forced_by(choice: str, tools: Sequence[Tool], name: object = None) -> Forced
     raise EngineError(400, message, "BadRequestError", "tool_choice")
 
 
+def _called_for(tools: Sequence[Tool], asked: str) -> Forced | None:
+    """The first tool that the words name."""
+    by_name = {tool.name.lower(): tool for tool in tools}
+    for match in _ASKS.finditer(asked):
+        tool = by_name.get(match[1].lower().rstrip("."))
+        if tool is not None:
+            return Forced((tool,), False, tuple(_QUOTED.findall(asked, match.end())))
+    return None
+
+
 def call_text(name: str, arguments: str) -> str:
     """A call as the model writes it."""
     return f"{_before_arguments(name)}{arguments}}}\n</tool_call>"
@@ -88,12 +113,12 @@ def _before_arguments(name: str) -> str:
     return f'<tool_call>\n{{"name":{canonical(name)},"arguments":'
 
 
-def choose(forced: Forced, key: str) -> tuple[str, SaidCall]:
-    """The call that is said: the text, and where what stands in it. The same for the same key."""
+def choose(forced: Forced, key: str) -> tuple[str, Part]:
+    """The call that is said: the text, and what of it the client is told. The same for the same key."""
     tool = forced.tools[shake_128(key.encode()).digest(1)[0] % len(forced.tools)]
-    arguments = canonical(example(tool.schema, key))
+    arguments = canonical(example(tool.schema, key, forced.words))
     begin = len(_before_arguments(tool.name))
-    return call_text(tool.name, arguments), SaidCall(tool.name, range(begin, begin + len(arguments)))
+    return call_text(tool.name, arguments), Part("call", range(begin, begin + len(arguments)), tool.name)
 
 
 def schema_of(form: object, where: str) -> Json | None:
@@ -114,17 +139,18 @@ def schema_of(form: object, where: str) -> Json | None:
     raise EngineError(400, message, "BadRequestError", where)
 
 
-def example(schema: object, key: str) -> object:
+def example(schema: object, key: str, words: Sequence[str] = ()) -> object:
     """A value that fits a JSON schema, as far as schemas of tools go: types, required properties, enums, bounds,
-    references within the schema. Patterns and formats are not looked at.
+    references within the schema. Patterns and formats are not looked at. `words` are its first strings.
     """
-    return _Example(schema, key).value(schema, (), 0)
+    return _Example(schema, key, words).value(schema, (), 0)
 
 
 class _Example:
-    def __init__(self, root: object, key: str) -> None:
+    def __init__(self, root: object, key: str, words: Sequence[str]) -> None:
         self._root = root
         self._key = key
+        self._words = iter(words)
 
     def value(self, schema: object, path: tuple[str, ...], depth: int) -> object:
         schema = self._resolved(schema)
@@ -166,6 +192,9 @@ class _Example:
             return low + (chance % 100) / 100 * max(0, high - low)
         if kind == "null":
             return None
+        given = next(self._words, None)
+        if given is not None:
+            return given
         word = _WORDS[chance % len(_WORDS)]
         least = min(_whole(schema, "minLength", 0), 1000)
         most = max(0, _whole(schema, "maxLength", 1000))
