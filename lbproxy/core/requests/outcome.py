@@ -22,16 +22,18 @@ class OutcomeFacts:
     retry_after: bool = False
     """Send Retry-After."""
     client_retry: bool = True
-    """False: a retry by the client can only do harm (`x-should-retry: false`)."""
+    """False: a retry by the client cannot help, or does harm (`x-should-retry: false`)."""
     close: bool = False
     """The client's connection cannot be used again."""
     param: str | None = None
     """The `param` of the error body: which part of the request is wrong."""
 
 
-def _bad(code: str, status: int, message: str, *, close: bool = False, param: str | None = None) -> OutcomeFacts:
-    """The client's error."""
-    return OutcomeFacts(code, status, "invalid_request_error", message, close=close, param=param)
+def _bad(
+    code: str, status: int, message: str, *, close: bool = False, param: str | None = None, retry: bool = False
+) -> OutcomeFacts:
+    """The client's error. Claude Code repeats even a 401 ten times, in silence, unless it is told not to."""
+    return OutcomeFacts(code, status, "invalid_request_error", message, client_retry=retry, close=close, param=param)
 
 
 def _busy(code: str, status: int, message: str, *, close: bool = False) -> OutcomeFacts:
@@ -76,7 +78,7 @@ class Outcome(Enum):
         param="response_id",
     )
     METHOD_NOT_ALLOWED = _bad("method_not_allowed", 405, "The method is not allowed here.")
-    BODY_TIMEOUT = _bad("request_timeout", 408, "The request body did not arrive in time.", close=True)
+    BODY_TIMEOUT = _bad("request_timeout", 408, "The request body did not arrive in time.", close=True, retry=True)
     TOO_LARGE = _bad("request_too_large", 413, "The request body is too large.", close=True)
     URI_TOO_LONG = _bad("uri_too_long", 414, "The request target is too long.", close=True)
     CONTENT_ENCODING = _bad("unsupported_content_encoding", 415, "Encoded request bodies are not supported.")

@@ -40,6 +40,7 @@ def refused(reply: Reply) -> bool:
     """The answer to who has no key, all of it."""
     error = json.loads(reply.body)["error"]
     assert (reply.status, error["code"], error["type"]) == (401, "invalid_api_key", "invalid_request_error")
+    assert reply.field("x-should-retry") == "false"
     assert reply.field("www-authenticate") == "Bearer"
     assert reply.field("connection") == "close"
     return reply.status == 401
