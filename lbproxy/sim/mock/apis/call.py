@@ -18,7 +18,7 @@ import xxhash
 from lbproxy.sim.engine.engine import SimRequest
 from lbproxy.sim.mock.apis.conversation import THOUGHT_BEGINS, thought
 from lbproxy.sim.mock.apis.fields import EngineError, Json, canonical, invalid, refused, required, shown
-from lbproxy.sim.mock.apis.tools import Forced, Part, choose, example
+from lbproxy.sim.mock.apis.tools import Forced, SaidPart, choose, example
 from lbproxy.sim.mock.text import (
     TOKEN_BYTES,
     PlannedAnswer,
@@ -76,7 +76,7 @@ class PlannedChoice:
     block_hashes: list[int]
     adapter: str | None = None
     """The LoRA adapter that says it."""
-    marked: tuple[Part, ...] = ()
+    marked: tuple[SaidPart, ...] = ()
     """Its parts, if it is more than text."""
 
     def request(self, request_id: str, rank: int | None = None) -> SimRequest:
@@ -88,12 +88,12 @@ class PlannedChoice:
         return position == self.answer.tokens - 1
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[SaidPart, ...]:
         """What the client is told, in order; not empty."""
-        return self.marked or (Part("text", range(len(self.answer.text))),)
+        return self.marked or (SaidPart("text", range(len(self.answer.text))),)
 
     @property
-    def call(self) -> Part | None:
+    def call(self) -> SaidPart | None:
         """The tool call with which it ends."""
         return self.marked[-1] if self.marked and self.marked[-1].kind == "call" else None
 
@@ -108,7 +108,7 @@ class PlannedChoice:
         """Is this token the first one of its part, or of the markup before it?"""
         return position == 0 or self.piece(position - 1)[0] != self.piece(position)[0]
 
-    def whole(self, part: Part) -> str:
+    def whole(self, part: SaidPart) -> str:
         """All of a part; cut off if the response was."""
         return self.answer.text[part.place.start : part.place.stop].decode("ascii")
 
@@ -175,7 +175,7 @@ def plan(call: GenerationCall, *, max_model_len: int, seed: int, adapter: str | 
     return choices
 
 
-def _say(call: GenerationCall, prompt: bytes, key: str, limit: int) -> tuple[PlannedAnswer, tuple[Part, ...]]:
+def _say(call: GenerationCall, prompt: bytes, key: str, limit: int) -> tuple[PlannedAnswer, tuple[SaidPart, ...]]:
     """One response of at most `limit` tokens, and its parts."""
     own = f"{key}:{xxhash.xxh3_64_hexdigest(prompt)}"
     reasoning = reflection(own) if call.reasons else b""
@@ -192,10 +192,10 @@ def _say(call: GenerationCall, prompt: bytes, key: str, limit: int) -> tuple[Pla
         said = answer(prompt, key, max_tokens=room, natural_end=natural_end, stop=call.stop)
     if part is None and not before:
         return said, ()
-    part = part or Part("text", range(len(said.text)))
+    part = part or SaidPart("text", range(len(said.text)))
     begin = len(THOUGHT_BEGINS)
     place = range(len(before) + part.place.start, len(before) + part.place.stop)
-    parts = (Part("reasoning", range(begin, begin + len(reasoning))), part._replace(place=place))[not before :]
+    parts = (SaidPart("reasoning", range(begin, begin + len(reasoning))), part._replace(place=place))[not before :]
     most = limit * TOKEN_BYTES
     if len(before) >= most:
         return PlannedAnswer(before[:most], limit, "length", None, before[:most]), parts[:1]

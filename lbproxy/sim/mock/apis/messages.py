@@ -27,7 +27,7 @@ from lbproxy.sim.mock.apis.fields import (
     text_of,
     typed,
 )
-from lbproxy.sim.mock.apis.tools import Forced, Part, Tool, forced_by, tool_of
+from lbproxy.sim.mock.apis.tools import Forced, SaidPart, Tool, forced_by, tool_of
 
 BILLING_HEADER = "x-anthropic-billing-header"
 """What Claude Code puts before its system prompt, different each time; vLLM drops it (its pull request 36829)."""
@@ -205,7 +205,7 @@ def _parsed(arguments: str) -> object:
         return {}
 
 
-def _block(identity: Identity, part: Part, said: str) -> Json:
+def _block(identity: Identity, part: SaidPart, said: str) -> Json:
     """A block of the content with this said of it so far."""
     if part.kind == "call":
         return {
@@ -240,7 +240,7 @@ class MessageEvents:
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
-        self._begun: tuple[int, Part] | None = None
+        self._begun: tuple[int, SaidPart] | None = None
         """The block that is being written, and its number."""
 
     def accepted(self, choices: Sequence[PlannedChoice]) -> bytes:

@@ -29,7 +29,7 @@ from lbproxy.sim.mock.apis.fields import (
     text_of,
     typed,
 )
-from lbproxy.sim.mock.apis.tools import Forced, Part, Tool, forced_by, schema_of, tool_of
+from lbproxy.sim.mock.apis.tools import Forced, SaidPart, Tool, forced_by, schema_of, tool_of
 from lbproxy.sim.mock.text import token_count
 
 
@@ -311,7 +311,7 @@ class ResponseWriter:
         events.append(self._event("response.output_item.done", {"item": item, "output_index": number}))
         return b"".join(events)
 
-    def _item(self, choice: PlannedChoice, part: Part, status: str) -> Json:
+    def _item(self, choice: PlannedChoice, part: SaidPart, status: str) -> Json:
         """An item of the output: reasoning, a message, or a call."""
         said = choice.whole(part) if status == "completed" else ""
         if part.kind == "call":
@@ -343,7 +343,7 @@ class ResponseWriter:
             "phase": None,
         }
 
-    def _item_id(self, part: Part) -> str:
+    def _item_id(self, part: SaidPart) -> str:
         return self._identity.part({"reasoning": "rs_", "text": "msg_", "call": "fc_"}[part.kind])
 
     def _event(self, kind: str, fields: Json, **after: object) -> bytes:
@@ -353,7 +353,7 @@ class ResponseWriter:
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), dump(body))
 
 
-def _logprobs(part: Part) -> Json:
+def _logprobs(part: SaidPart) -> Json:
     """The field that events of text have, and those of reasoning have not."""
     return {"logprobs": []} if part.kind == "text" else {}
 

@@ -52,7 +52,7 @@ class Forced:
     """What the user's words give for its arguments, in the order of the schema."""
 
 
-class Part(NamedTuple):
+class SaidPart(NamedTuple):
     """What a client is told of a stretch of generated text; what stands between parts is markup."""
 
     kind: Literal["reasoning", "text", "call"]
@@ -113,12 +113,12 @@ def _before_arguments(name: str) -> str:
     return f'<tool_call>\n{{"name":{canonical(name)},"arguments":'
 
 
-def choose(forced: Forced, key: str) -> tuple[str, Part]:
+def choose(forced: Forced, key: str) -> tuple[str, SaidPart]:
     """The call that is said: the text, and what of it the client is told. The same for the same key."""
     tool = forced.tools[shake_128(key.encode()).digest(1)[0] % len(forced.tools)]
     arguments = canonical(example(tool.schema, key, forced.words))
     begin = len(_before_arguments(tool.name))
-    return call_text(tool.name, arguments), Part("call", range(begin, begin + len(arguments)), tool.name)
+    return call_text(tool.name, arguments), SaidPart("call", range(begin, begin + len(arguments)), tool.name)
 
 
 def schema_of(form: object, where: str) -> Json | None:
