@@ -471,10 +471,14 @@ def test_the_schema_that_lbproxy_prints_holds_for_the_example(tmp_path: Path) ->
 
 
 def test_bash_takes_the_completion(tmp_path: Path) -> None:
-    """And completes a command and an option with it."""
+    """And completes a command, an option, a file, and what a running lbproxy is asked for."""
     printed = subprocess.run([*LBPROXY, "completion", "bash"], capture_output=True, text=True, timeout=60, check=True)
     ask = "COMP_WORDS=(lbproxy {0}); COMP_CWORD=1; _shtab_lbproxy; echo ${{COMPREPLY[@]}}"
     script = tmp_path / "complete.bash"
-    script.write_text(f"{printed.stdout}\n{ask.format('che')}\n{ask.format('--con')}\n")
-    done = subprocess.run(["bash", script], capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout.split() == ["check", "--config"], done.stderr
+    (tmp_path / "cfg.yaml").touch()
+    asked = [("che", 1), ("--con", 1), ("--config cf", 2), ("drain gpu", 2), ("explain 7", 2)]
+    lines = [ask.format(words).replace("CWORD=1", f"CWORD={at}") for words, at in asked]
+    running = 'lbproxy() { test "$2" = endpoints && echo gpu-1 gpu-2 cpu || echo 7a 8b; }'
+    script.write_text("\n".join([printed.stdout, running, *lines, ""]))
+    done = subprocess.run(["bash", script], capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
+    assert done.stdout.split() == ["check", "--config", "cfg.yaml", "gpu-1", "gpu-2", "7a"], done.stderr

@@ -14,7 +14,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from lbproxy.config.tree import Settings
 
 T = TypeVar("T")
+ASKED = ("endpoints", "requests")
+"""What a completion script asks a running lbproxy for."""
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
@@ -61,9 +63,6 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS)
 
     commands.add_parser("schema", help="print the JSON schema of the settings, for editors")
-
-    completion = commands.add_parser("completion", help="print a shell completion script")
-    completion.add_argument("shell", choices=["bash", "zsh", "tcsh"])
 
     demo = commands.add_parser("demo", help="three simulated vLLM servers and lbproxy; no GPU needed")
     at, own = "HOST:PORT", f"where {{}} listens: {addresses.FORMS} (default: %(default)s)"
@@ -216,6 +215,10 @@ def _add_admin_commands(commands: Subparsers) -> None:
     undrain.add_argument("name", metavar="NAME")
     for name, what in (("sleep", "put an endpoint to sleep"), ("wake", "wake an endpoint that sleeps")):
         commands.add_parser(name, parents=[remote], help=what).add_argument("name", metavar="NAME")
+    commands.add_parser("reload", parents=[remote], help="read the settings again, and say what changed")
+    what = "print a shell completion script, or what such a script asks for: names of endpoints, ids of requests"
+    completion = commands.add_parser("completion", parents=[remote], help=what)
+    completion.add_argument("shell", choices=["bash", "zsh", "tcsh", *ASKED])
     what = "print a link to the dashboard, with the token for its buttons"
     commands.add_parser("dashboard", parents=[remote], help=what)
     what = "print the token that changes by the admin API need, for curl"
@@ -273,13 +276,46 @@ def _schema(_: argparse.Namespace) -> int:
 
 
 def _completion(args: argparse.Namespace) -> int:
+    if args.shell in ASKED:
+        return _remote(args)
     try:
         import shtab  # noqa: PLC0415 - an extra
     except ImportError:
-        print("lbproxy completion needs shtab: pip install 'lbproxy[completion]'", file=sys.stderr)
+        print("lbproxy completion needs shtab: pip install shtab", file=sys.stderr)
         return 1
-    print(shtab.complete(_parser(), args.shell))
+    parser = _parser()
+    files = {"FILE": shtab.FILE, "DIR": shtab.DIRECTORY}
+    for action in _actions(parser):
+        if action.metavar in files:
+            action.complete = files[action.metavar]  # type: ignore[attr-defined]  # shtab reads it
+        elif action.dest in _COMPLETED:
+            name = f"_lbproxy_{_COMPLETED[action.dest]}"
+            action.complete = {"bash": name, "zsh": name}  # type: ignore[attr-defined]
+    print(shtab.complete(parser, args.shell, preamble=_PREAMBLES))  # type: ignore[arg-type]  # or one for each shell
     return 0
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Options and arguments of all commands that act on files, or by the names of a running lbproxy."""
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for name, command in action.choices.items():
+                if name not in {"mock", "demo"}:  # their names are new
+                    yield from _actions(command)
+
+
+_COMPLETED = {"name": "endpoints", "id": "requests"}
+"""What an argument of this name is one of."""
+_PREAMBLES = {
+    "bash": "".join(
+        f'_lbproxy_{what}() {{ compgen -W "$(lbproxy completion {what} 2>/dev/null)" -- "$1"; }}\n' for what in ASKED
+    ),
+    "zsh": "".join(
+        f'_lbproxy_{what}() {{ compadd -- ${{(f)"$(lbproxy completion {what} 2>/dev/null)"}}; }}\n' for what in ASKED
+    ),
+}
+"""Functions of the shell."""
 
 
 def _demo(args: argparse.Namespace) -> int:
@@ -435,6 +471,10 @@ def _remote(args: argparse.Namespace) -> int:
                 return operate.undrain(client, console, args.name)
             case "sleep" | "wake":
                 return operate.set_awake(client, console, args.name, awake=args.command == "wake")
+            case "completion":
+                return operate.names(client, of_requests=args.shell == "requests")
+            case "reload":
+                return operate.reload(client, console)
             case "admin-token":
                 return operate.admin_token(client)
             case "dashboard":
@@ -457,7 +497,7 @@ _COMMANDS: dict[str | None, Callable[[argparse.Namespace], int]] = {
     "mock": _mock,
     "sim": _sim,
     **dict.fromkeys(
-        ("status", "top", "drain", "undrain", "sleep", "wake", "explain", "admin-token", "dashboard"), _remote
+        ("status", "top", "drain", "undrain", "sleep", "wake", "reload", "explain", "admin-token", "dashboard"), _remote
     ),
 }
 

@@ -58,8 +58,8 @@ class AdminClient:
         """What is at /admin/ and these segments."""
         return self._ask("GET", path)
 
-    def post(self, *path: str) -> Fields:
-        return self._ask("POST", path)
+    def post(self, *path: str, within_s: float = TIMEOUT_S) -> Fields:
+        return self._ask("POST", path, within_s)
 
     def token(self) -> str | None:
         """What changes need: the given token, or the one that lbproxy made; None if it made none."""
@@ -82,14 +82,14 @@ class AdminClient:
             text = f"the admin token cannot be read from {path} ({error.strerror or error}): run this as lbproxy's user"
             raise AdminError(text) from None
 
-    def _ask(self, method: str, path: tuple[str, ...]) -> Fields:
+    def _ask(self, method: str, path: tuple[str, ...], within_s: float = TIMEOUT_S) -> Fields:
         headers: dict[str, str] = {}
         if method == "POST":
             headers = {"Content-Type": "application/json"}
             if self._given is None and (token := self.token()) is not None:
                 headers["Authorization"] = f"Bearer {token}"
         with self._mapped():
-            return self._read(self._client.request(method, _path(path), headers=headers))
+            return self._read(self._client.request(method, _path(path), headers=headers, timeout=within_s))
 
     def events(self) -> Iterator[Fields]:
         """The state, once a second, until the connection breaks."""

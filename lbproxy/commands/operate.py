@@ -15,6 +15,8 @@ from lbproxy.commands.tables import LEGEND, explanation, fleet, offer, plain, re
 from lbproxy.control.admin.made_token import dashboard_link
 
 POLL_S = 0.25
+RELOAD_S = 60.0
+"""For reading the settings and resolving what they name, in all processes."""
 _NONE_NEEDED = "it listens on a Unix socket, which needs none, or found no folder for one (as its log says)"
 
 
@@ -118,6 +120,29 @@ def set_awake(client: AdminClient, console: Console, name: str, *, awake: bool) 
 def undrain(client: AdminClient, console: Console, name: str) -> int:
     client.post("endpoints", name, "undrain")
     console.print(f"{plain(name)} takes requests again", markup=False)
+    return 0
+
+
+def reload(client: AdminClient, console: Console) -> int:
+    """Have the settings read again, wait until they are in force, and say what is other than before."""
+    result = client.post("reload", within_s=RELOAD_S)
+    changed = result.get("changed", [])
+    console.print("the settings are reloaded:" if changed else "the settings are reloaded: nothing changed")
+    for line in changed:
+        console.print(f"  {plain(line)}", markup=False)
+    if result.get("at_next_start"):
+        text = f"only a restart changes {', '.join(result['at_next_start'])}"
+        console.print(text, style="yellow", markup=False)
+    return 0
+
+
+def names(client: AdminClient, *, of_requests: bool) -> int:
+    """Print what can be completed, one a line: ids of the requests that ended last, or names of endpoints."""
+    if of_requests:
+        found = [str(one["engine_id"]) for one in client.get("decisions")["decisions"]]
+    else:
+        found = [str(one["name"]) for one in client.get("endpoints")["endpoints"]]
+    sys.stdout.write("".join(f"{plain(one)}\n" for one in found))
     return 0
 
 

@@ -23,6 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from lbproxy import __version__
+from lbproxy.config.changes import ReloadResult, changes
 from lbproxy.config.sections.access import AdminSettings, ListenSettings
 from lbproxy.config.sections.clients import Address
 from lbproxy.config.text import ConfigError
@@ -313,38 +314,39 @@ class Proxy:
         """One line for the service manager."""
         return f"{len(self.discovery.endpoints())} endpoints by {self.settings.routing.policy}"
 
-    async def reload(self) -> list[str] | None:
+    async def reload(self) -> ReloadResult | None:
         if self._orders.read_settings is None:
             return None
         async with self._changing:
             self.notifier.reloading()
-            problems = await self._reload(self._orders.read_settings)
+            result = await self._reload(self._orders.read_settings)
             self.notifier.ready(self.status())
-            return problems
+            return result
 
-    async def _reload(self, read: Callable[[], Settings]) -> list[str]:
-        loads = self.telemetry.loads
-        problems: list[str] = []
+    async def _reload(self, read: Callable[[], Settings]) -> ReloadResult:
+        loads, before = self.telemetry.loads, self.settings
+        result = ReloadResult([], [], [])
         try:
             settings = await asyncio.to_thread(read)
             overlay, settings = self.overlay.over(self.settings, settings)
             settings, fixed = await self._take_over(settings)
             self.overlay = overlay
         except ConfigError as error:
-            problems = list(error.problems[:MAX_PROBLEMS_LOGGED])
+            result = result._replace(problems=list(error.problems[:MAX_PROBLEMS_LOGGED]))
             text = "the settings are refused, and the old ones stay in force: %s"
-            extra: dict[str, object] = {"event": "reload", "problems": problems}
+            extra = {"event": "reload", "problems": result.problems}
             logger.error(text, str(error).partition("\n")[0], extra=extra)
         except OSError as error:
-            problems = [str(error)]
+            result = result._replace(problems=[str(error)])
             text = "the settings cannot be read, and the old ones stay in force: %s"
-            logger.error(text, error, extra={"event": "reload", "problems": problems})
+            logger.error(text, error, extra={"event": "reload", "problems": result.problems})
         else:
+            result = result._replace(changed=changes(before, settings), at_next_start=fixed)
             await self._orders.reloaded()
             loads.succeeded_at = time.time()
-            _log_reload(settings, len(self.discovery.endpoints()), fixed)
-        loads.succeeded = not problems
-        return problems
+            _log_reload(settings, len(self.discovery.endpoints()), result)
+        loads.succeeded = not result.problems
+        return result
 
     async def _take_over(self, settings: Settings) -> tuple[Settings, list[str]]:
         """Returns what holds now, and the keys that cannot be changed and would be. Raises ConfigError."""
@@ -483,12 +485,13 @@ class Proxy:
         self.plane.end_within(self.settings.drain.deadline)
 
 
-def _log_reload(settings: Settings, endpoints: int, fixed: Sequence[str]) -> None:
-    if fixed:
+def _log_reload(settings: Settings, endpoints: int, result: ReloadResult) -> None:
+    if result.at_next_start:
         text = "%s cannot be changed by a reload: restart for that"
-        logger.warning(text, " and ".join(fixed), extra={"event": "reload"})
+        logger.warning(text, " and ".join(result.at_next_start), extra={"event": "reload"})
     text = "settings reloaded: %d endpoints by %s"
-    logger.info(text, endpoints, settings.routing.policy, extra={"event": "reload", "endpoints": endpoints})
+    extra = {"event": "reload", "endpoints": endpoints, "changed": result.changed}
+    logger.info(text, endpoints, settings.routing.policy, extra=extra)
 
 
 def _place(address: Address | None) -> tuple[object, ...] | None:

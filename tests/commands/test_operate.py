@@ -403,6 +403,39 @@ def test_without_an_id_the_last_request_is_explained() -> None:
 
 
 @pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        ({"changed": [], "at_next_start": []}, "the settings are reloaded: nothing changed\n"),
+        (
+            {"changed": ["a: [1], was 2"], "at_next_start": ["listen", "workers"]},
+            "the settings are reloaded:\n  a: [1], was 2\nonly a restart changes listen, workers\n",
+        ),
+    ],
+)
+def test_a_reload_says_what_changed(result: dict[str, object], said: str) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            return httpx.Response(200, json={"token_file": None})
+        assert request.url.path == "/admin/reload"
+        return httpx.Response(200, json={"reloaded": True, "endpoints": 1} | result)
+
+    console = Console(file=io.StringIO(), width=80)
+    assert operate.reload(answering(answer), console) == 0
+    assert console.file.getvalue() == said  # type: ignore[attr-defined]
+
+
+def test_completion_is_told_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/admin/endpoints":
+            return httpx.Response(200, json={"endpoints": [{"name": "gpu-1"}, {"name": "gpu-2"}]})
+        return httpx.Response(200, json={"decisions": [{"engine_id": "7a"}]})
+
+    assert operate.names(answering(answer), of_requests=False) == 0
+    assert operate.names(answering(answer), of_requests=True) == 0
+    assert capsys.readouterr().out == "gpu-1\ngpu-2\n7a\n"
+
+
+@pytest.mark.parametrize(
     ("answer", "said"),
     [
         (httpx.Response(401, json={"error": {"message": "This needs a token."}}), "LBPROXY_ADMIN_TOKEN"),
@@ -421,7 +454,9 @@ def test_what_goes_wrong_is_said_in_a_line(answer: httpx.Response, said: str) ->
         answering(lambda _: answer).get("state")
 
 
-@pytest.mark.parametrize("command", [["status"], ["top"], ["drain", "x"], ["undrain", "x"], ["explain", "x"]])
+@pytest.mark.parametrize(
+    "command", [["status"], ["top"], ["drain", "x"], ["reload"], ["explain", "x"], ["completion", "endpoints"]]
+)
 def test_nobody_there_is_an_exit_with_1(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--admin", "http://127.0.0.1:9"]) == 1
     assert "http://127.0.0.1:9 cannot be reached" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from typing import NoReturn, Protocol
 import orjson
 from aiohttp import web
 
+from lbproxy.config.changes import ReloadResult
 from lbproxy.config.parse import without_secrets
 from lbproxy.config.text import ConfigError
 from lbproxy.config.tree import Settings
@@ -48,8 +49,8 @@ class Steering(Protocol):
     settings: Settings
     """In force."""
 
-    async def reload(self) -> list[str] | None:
-        """Read the settings again. Returns what is wrong with them; None: they came from no file."""
+    async def reload(self) -> ReloadResult | None:
+        """Read the settings again. None: they came from no file."""
 
     async def add_endpoint(self, entry: Mapping[str, object], *, keep: bool) -> str:
         """One more; returns its name. Raises ConfigError."""
@@ -307,16 +308,18 @@ class Api:
         return _json(drain_progress(name, self._named(request), knows_all=self._state.knows_all))
 
     async def _reload(self, _: web.Request) -> web.Response:
-        problems = await self._steering.reload()
-        if problems is None:
+        result = await self._steering.reload()
+        if result is None:
             raise ApiError(
                 409, "no_settings_file", "lbproxy runs without a settings file, so there is nothing to reload."
             )
-        if problems:
+        if result.problems:
             raise ApiError(
-                422, "settings_refused", "The settings are refused, and the old ones stay in force.", problems
+                422, "settings_refused", "The settings are refused, and the old ones stay in force.", result.problems
             )
-        return _json({"reloaded": True, "endpoints": len(self._runtime.snapshot().endpoints)})
+        endpoints = len(self._runtime.snapshot().endpoints)
+        changed = {"changed": result.changed, "at_next_start": result.at_next_start}
+        return _json({"reloaded": True, "endpoints": endpoints} | changed)
 
     async def _put_log_level(self, request: web.Request) -> web.Response:
         level = (await _read_object(request)).get("level")

@@ -294,7 +294,7 @@ COMPONENTS: dict[str, Schema] = {
     "Explained": _EXPLAINED,
     "Frame": _joined(_STATE, decisions=_list(ref("Request")), history=_list(ref("Point"))),
     "Settings": OBJECT | {"description": "Every key of the settings file."},
-    "Reloaded": record(reloaded=FLAG, endpoints=COUNT),
+    "Reloaded": record(reloaded=FLAG, endpoints=COUNT, changed=_list(TEXT), at_next_start=_list(TEXT)),
     "LogLevel": record(level=TEXT),
     "Document": OBJECT,
 }

@@ -104,6 +104,8 @@ class FrontEnd(web.Server):
         self._ends_at = inf
         """During shutdown: when running requests are cut."""
         self._open = 0
+        self._last_client_at = -inf
+        """When the last connection of a client began or ended."""
         self._no_connections = asyncio.Event()
         self._no_connections.set()
         self.listener = Listener(
@@ -160,11 +162,13 @@ class FrontEnd(web.Server):
     def connected(self) -> bool:
         has_room = self._has_room() or self.listener.handshaking > 0  # among which it had room
         self._open += 1
+        self._last_client_at = self._loop.time()
         self._no_connections.clear()
         return has_room
 
     def disconnected(self) -> None:
         self._open -= 1
+        self._last_client_at = self._loop.time()
         if not self._open:
             self._no_connections.set()
 
@@ -186,11 +190,14 @@ class FrontEnd(web.Server):
         """Serve all clients, but keep no connection alive, so that clients leave: each response says `Connection:
         close`.
 
-        `accepting`: accept new connections for the complete time; else it ends as soon as no connection is left.
+        `accepting`: accept new connections for the complete time; else it ends as soon as no connection is left. It
+        ends at once where no client was connected for `timeouts.client_idle`: nobody has to be sent elsewhere.
         """
         self._keep_no_connection()
         if accepting:
-            await asyncio.sleep(within_s)
+            idle_s = self._loop.time() - self._last_client_at
+            if self._open or self.listener.passing or idle_s < self._kwargs["keepalive_timeout"]:
+                await asyncio.sleep(within_s)
         else:
             self.listener.close()
             await self._wait_for_no_connections(within_s)

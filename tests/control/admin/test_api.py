@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, SecretStr
 
+from lbproxy.config.changes import ReloadResult
 from lbproxy.config.parse import parse, without_secrets
 from lbproxy.config.sections.access import Secret
 from lbproxy.config.text import ConfigError
@@ -65,13 +66,13 @@ class FakeSteering:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.settings = parse(SETTINGS, environ={})
-        self.problems: list[str] | None = []
+        self.reloads: ReloadResult | None = ReloadResult([], ["routing.policy: random, was adaptive"], ["listen"])
         self.asleep_problem: str | None = None
         self.awake: list[bool] = []
         self.added: list[tuple[Mapping[str, object], bool]] = []
 
-    async def reload(self) -> list[str] | None:
-        return self.problems
+    async def reload(self) -> ReloadResult | None:
+        return self.reloads
 
     async def add_endpoint(self, entry: Mapping[str, object], *, keep: bool) -> str:
         _, changed = Overlay().add(self.settings, entry, keep=keep)
@@ -195,9 +196,12 @@ def test_what_is_wrong_is_said_in_one_shape() -> None:
             assert code(await client.get("/admin/decisions/no")) == (404, "unknown_request")
             assert code(await client.get("/admin/nothing")) == (404, "unknown_url")
             assert code(await client.post("/admin/state", headers=JSON)) == (405, "method_not_allowed")
-            made.steering.problems = None
+            reloaded = (await client.post("/admin/reload", headers=JSON)).json()
+            assert reloaded["changed"] == ["routing.policy: random, was adaptive"]
+            assert reloaded["at_next_start"] == ["listen"]
+            made.steering.reloads = None
             assert code(await client.post("/admin/reload", headers=JSON)) == (409, "no_settings_file")
-            made.steering.problems = ["a: b"]
+            made.steering.reloads = ReloadResult(["a: b"], [], [])
             refused = await client.post("/admin/reload", headers=JSON)
             assert refused.json()["error"]["problems"] == ["a: b"]
 

@@ -9,6 +9,8 @@ import socket
 import time
 from contextlib import AsyncExitStack
 
+import pytest
+
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.net.listening.listener import BATCH
 from tests.support.aio import run, until
@@ -66,6 +68,34 @@ def test_connections_that_were_not_accepted_yet_are_served_though_it_stops() -> 
             heads = await asyncio.gather(*(loop.sock_recv(client, 16) for client in clients))
             assert {head[:12] for head in heads} == {b"HTTP/1.1 200"}
             assert await stopping == 0
+
+    run(main())
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_lame_duck_waits_only_for_clients_that_may_come_back(stays: bool) -> None:
+    """An lbproxy that nobody uses stops at once: five seconds at each Ctrl-C of a script are a nuisance."""
+
+    async def main() -> None:
+        quick = "timeouts: {client_idle: 300ms}"
+        async with ScriptedEndpoint() as endpoint, rig(endpoint.url, more=quick) as it:
+            loop = asyncio.get_running_loop()
+            began = loop.time()
+            await it.front.lame_duck(60.0, accepting=True)
+            assert loop.time() - began < 30.0, "nobody ever came"
+            client = await it.connect()
+            await until(lambda: it.front.open_connections == 1)
+            if not stays:
+                client.writer.close()
+                await until(lambda: it.front.open_connections == 0)
+            began = loop.time()
+            await it.front.lame_duck(0.2, accepting=True)
+            assert loop.time() - began >= 0.19, "it is there, or was a moment ago"
+            if not stays:
+                await asyncio.sleep(0.3)
+                began = loop.time()
+                await it.front.lame_duck(60.0, accepting=True)
+                assert loop.time() - began < 30.0, "it is long gone"
 
     run(main())
 
