@@ -23,12 +23,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from lbproxy import __version__
-from lbproxy.config.changes import ReloadResult, changes
 from lbproxy.config.sections.access import AdminSettings, ListenSettings
 from lbproxy.config.sections.clients import Address
 from lbproxy.config.text import ConfigError
 from lbproxy.config.tree import Settings
 from lbproxy.control.admin.api import Api
+from lbproxy.control.admin.changes import ReloadResult, changes
 from lbproxy.control.admin.made_token import MadeToken, folders
 from lbproxy.control.admin.server import Admin
 from lbproxy.control.admin.state import ShownState

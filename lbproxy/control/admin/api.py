@@ -16,10 +16,10 @@ from typing import NoReturn, Protocol
 import orjson
 from aiohttp import web
 
-from lbproxy.config.changes import ReloadResult
 from lbproxy.config.parse import without_secrets
 from lbproxy.config.text import ConfigError
 from lbproxy.config.tree import Settings
+from lbproxy.control.admin.changes import ReloadResult
 from lbproxy.control.admin.feed import Feed
 from lbproxy.control.admin.openapi import ENTRY, EVENTS, AdminRoute, document
 from lbproxy.control.admin.state import ShownState, drain_progress, sleep_fields

@@ -97,7 +97,6 @@ class FrontEnd(web.Server):
         self.deadlines = Deadlines(
             runtime.loop, runtime.pulse, head_s=head_s, stall_s=stall_s, arrivals=overload.arrivals
         )
-        self._max_connections = settings.limits.connections
         self._runtime = runtime
         self._models = ModelList()
         self._adapter_calls = AdapterCalls(runtime, exchanger.connections)
@@ -133,7 +132,6 @@ class FrontEnd(web.Server):
         self.forwarding = self.requests.forwarding
         self.overload.reconfigure(settings.limits)
         self.max_plain_body_bytes = min(settings.limits.json_body, PARSE_AT_ONCE_BYTES)
-        self._max_connections = settings.limits.connections
         self.deadlines.reconfigure(head_s=settings.timeouts.client_head, stall_s=settings.timeouts.client_stall)
         self._kwargs["keepalive_timeout"] = settings.timeouts.client_idle
         for sock in self.listener.sockets:
@@ -157,7 +155,7 @@ class FrontEnd(web.Server):
         return self._open
 
     def _has_room(self) -> bool:
-        return self._open + self.listener.handshaking < connections_within(self._max_connections)
+        return self._open + self.listener.handshaking < connections_within(self.exchanger.settings.limits.connections)
 
     def connected(self) -> bool:
         has_room = self._has_room() or self.listener.handshaking > 0  # among which it had room

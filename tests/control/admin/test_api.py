@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, SecretStr
 
-from lbproxy.config.changes import ReloadResult
 from lbproxy.config.parse import parse, without_secrets
 from lbproxy.config.sections.access import Secret
 from lbproxy.config.text import ConfigError
 from lbproxy.config.tree import Settings
 from lbproxy.control.admin import connections, feed
 from lbproxy.control.admin.api import Api
+from lbproxy.control.admin.changes import ReloadResult
 from lbproxy.control.admin.server import Admin
 from lbproxy.control.admin.state import ShownState
 from lbproxy.control.discovery.overlay import Overlay, UnknownEntryError

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from lbproxy.config.changes import MAX_CHANGES, changes
 from lbproxy.config.parse import parse
 from lbproxy.config.tree import Settings
+from lbproxy.control.admin.changes import MAX_CHANGES, changes
 
 SECRET = "0123456789abcdef"
 BEFORE = """

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Final, NamedTuple
 
-from pydantic import BaseModel
-
 from lbproxy.config.parse import without_secrets
+from lbproxy.config.section import Section
 from lbproxy.config.text import is_secret, join, one_line
 from lbproxy.config.tree import Settings
 
@@ -60,7 +59,7 @@ def _differences(path: str, old: object, new: object, shown_old: object, shown_n
 
 def _parts(value: object, shown: object) -> dict[str, tuple[object, object]] | None:
     """What a section, or a collection of sections with names, consists of; None: it is no such thing."""
-    if isinstance(value, BaseModel) and isinstance(shown, dict):
+    if isinstance(value, Section) and isinstance(shown, dict):
         return {name: (getattr(value, name), shown[name]) for name in type(value).model_fields}
     if isinstance(value, dict) and isinstance(shown, dict) and all(map(_is_section, value.values())):
         return {name: (part, shown[name]) for name, part in value.items()}
@@ -71,7 +70,7 @@ def _parts(value: object, shown: object) -> dict[str, tuple[object, object]] | N
 
 
 def _is_section(value: object) -> bool:
-    return isinstance(value, BaseModel)
+    return isinstance(value, Section)
 
 
 def _text(shown: object) -> str:
