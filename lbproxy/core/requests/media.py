@@ -45,7 +45,7 @@ def filler(payload: str, tokens: int) -> bytes:
 
 def image_tokens(payload: str, detail: object = None) -> int:
     """Estimate the tokens of an image. `payload`: base64, a data URL, or a URL; `detail`: OpenAI's parameter."""
-    size = _picture_size(_first_bytes(payload))
+    size = picture_size(_first_bytes(payload))
     if size is None:
         tokens = IMAGE_TOKENS
     else:
@@ -76,7 +76,7 @@ def _first_bytes(payload: str) -> bytes:
         return b""
 
 
-def _picture_size(head: bytes) -> tuple[int, int] | None:
+def picture_size(head: bytes) -> tuple[int, int] | None:
     """Width and height in pixels of PNG, JPEG, GIF and WebP; None for other formats, or if `head` is too short."""
     try:
         if head.startswith(b"\x89PNG\r\n\x1a\n"):

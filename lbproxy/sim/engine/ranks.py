@@ -10,7 +10,9 @@ all ranks together: counts are sums, the use of the KV cache is the mean.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from statistics import fmean
+from typing import Any
 
 from lbproxy.sim.engine.engine import Engine
 from lbproxy.sim.engine.sequence import EngineGauges, Hold, SimRequest, StepDone
@@ -89,26 +91,10 @@ class RankedEngine:
     def gauges(self) -> EngineGauges:
         """Of all ranks together, each as of its own latest step."""
         each = [rank.gauges() for rank in self.ranks]
-        return EngineGauges(
-            waiting=sum(one.waiting for one in each),
-            running=sum(one.running for one in each),
-            kv_usage=fmean(one.kv_usage for one in each),
-            prefix_queries=sum(one.prefix_queries for one in each),
-            prefix_hits=sum(one.prefix_hits for one in each),
-            preemptions=sum(one.preemptions for one in each),
-            prompt_tokens=sum(one.prompt_tokens for one in each),
-            generation_tokens=sum(one.generation_tokens for one in each),
-            running_adapters=_distinct([one.running_adapters for one in each]),
-            waiting_adapters=_distinct([one.waiting_adapters for one in each]),
-            deferred=sum(one.deferred for one in each),
-            held_blocks=sum(one.held_blocks for one in each),
-            received_tokens=sum(one.received_tokens for one in each),
-            transfers=sum(one.transfers for one in each),
-            failed_transfers=sum(one.failed_transfers for one in each),
-            expired_holds=sum(one.expired_holds for one in each),
-            garbage=sum(one.garbage for one in each),
-        )
+        whole = EngineGauges(*map(_together, zip(*each, strict=True)))
+        return whole._replace(kv_usage=fmean(one.kv_usage for one in each))
 
 
-def _distinct(names: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for some in names for name in some))
+def _together(values: Sequence[Any]) -> Any:
+    """Counts are added up; of names each stands once."""
+    return tuple(dict.fromkeys(chain(*values))) if isinstance(values[0], tuple) else sum(values)

@@ -51,24 +51,19 @@ class SimulatedServer:
     preset: Preset
     speed: float = 1.0
     ranks: int = 1
-    """Data-parallel engines behind its address, each with the whole of the preset."""
     times: FixedTimes | None = None
     """It takes so long for everything, whatever the preset says; None = it is an engine."""
     jitter: float = JITTER_SIGMA
     """Spread of the times of its steps: sigma of a lognormal."""
     metrics: bool = True
-    """It has a page of metrics."""
     shows_waiting: bool = True
-    """Its metrics say how many requests wait."""
     reported: Reported = Reported.TRUE
-    """What they say of its requests."""
     usage: ToldUsage = ToldUsage.ALL
     hidden_share: float = 0.0
     """Of a response's tokens, so many are generated before its client gets the first: reasoning that is not shown."""
     role_chunk: bool = False
     """A stream begins with a chunk without a token, as soon as the server has the request."""
     weight: float = 1.0
-    """What the balancer is told of its capacity."""
     role: Role = Role.BOTH
     """What it does of a request. None but engines hand over KV."""
     tier: int = 1
@@ -81,9 +76,7 @@ class OtherTraffic:
     virtual, from the begin of the simulation."""
 
     server: int
-    """Its number in the fleet."""
     rate: float
-    """Requests a second."""
     prompt_tokens: int
     output_tokens: int
     from_s: float = 0.0
@@ -112,7 +105,6 @@ class ServerFault:
     """What happens to one server for a while. Times are virtual, from the begin of the simulation."""
 
     server: int
-    """Its number in the fleet."""
     from_s: float
     until_s: float
     speed: float | None = None
@@ -125,13 +117,10 @@ class ExchangeRules:
     """How balancers tell each other what they do."""
 
     interval_s: float = 0.05
-    """Between two batches of one balancer."""
     delay_s: float = 0.002
     """A batch is on its way for half of this to one and a half times it."""
     lost: float = 0.0
-    """Share of batches that never arrive, at each receiver."""
     repeated: float = 0.0
-    """Share that arrives twice."""
     late: float = 0.0
     """Share that arrives three intervals later, after batches that were sent later."""
 
@@ -141,7 +130,6 @@ class BalancerFault:
     """One balancer dies; what it had breaks. A new one takes its place later. Times are virtual."""
 
     balancer: int
-    """Its number."""
     from_s: float
     until_s: float = float("inf")
 
@@ -157,17 +145,12 @@ class FleetOptions:
     adapters: tuple[str, ...] = ()
     """LoRA adapters that every server with `max_loras` serves."""
     adapters_known: bool = True
-    """Whether the servers' lists of models say which of them are adapters."""
     sizes_declared: bool = False
-    """Whether the balancers' settings say how large each server's KV cache is."""
     scrape_interval_s: float | None = 0.2
-    """None = nobody scrapes."""
     scrape_delay_s: float = 0.005
     """From the moment that the gauges are of until the Balancer has them."""
     network_s: float = 0.0005
-    """One way, between balancer and server."""
     stream_share: float = 1.0
-    """Share of requests whose answers are streamed."""
     size_error: float = 0.15
     """The bytes of a prompt are wrong by a factor, uniform within 1 ± this."""
     block_tokens: int = 256

@@ -24,21 +24,19 @@ _PREFIX = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MockOptions:
-    """One simulated server. Raises ValueError for what cannot be."""
+    """One simulated server: what the options mean is in the help of `lbproxy mock`. Raises ValueError for what cannot
+    be.
+    """
 
     host: str = "127.0.0.1"
     port: int = 0
-    """0 = any free one."""
     model: str = "sim"
-    """The name under which the model is served."""
     preset: str = "llama-8b-h100"
     """A key of `presets.PRESETS`."""
     kv_tokens: int | None = None
-    """Size of the KV cache; None = the preset's."""
     prefix_cache: bool = True
     """A prompt that begins as an earlier one is computed from there on."""
     max_num_seqs: int | None = None
-    """Running requests at most; None = the preset's."""
     max_model_len: int | None = None
     """Prompt and output together; None = the preset's. Never more than the KV cache holds."""
     ranks: int = 1
@@ -46,72 +44,52 @@ class MockOptions:
     ttft: float | None = None
     """Seconds to each first token, whatever else it does; None = an engine. Of the preset only sizes count then."""
     ttft_spread: float = 0.0
-    """How much `ttft` varies, as `ttft_form` says."""
     ttft_form: Literal["uniform", "lognormal", "bimodal", "heavy", "prompt"] = "uniform"
     """See `FirstTokenSpread`."""
     token_time: float = 0.02
-    """With `ttft`: seconds from each token to the next."""
     speed: float = 1.0
-    """Divides every simulated duration."""
     seed: int = 0
     """Of responses and of jitter. Servers with the same seed answer alike."""
     engine: Literal["vllm", "sglang", "llamacpp"] = "vllm"
     """Whose name its models carry, and how it describes itself; all else is vLLM's. Only vLLM shows metrics: the others
     do not unless they are told to."""
     metric_names: Literal["current", "old"] = "current"
-    """`old` is vLLM 0.8 (`gpu_cache_usage_perc`)."""
     keep_alive_s: float = 5.0
     """How long an idle connection stays open: uvicorn's default."""
     faults: tuple[str, ...] = ()
     """What it does wrong from the start: see `faults.py`."""
     adapters: tuple[str, ...] = ()
-    """LoRA adapters that it serves from the start."""
     max_loras: int = 1
-    """Adapters that run together at most; vLLM's default."""
     lora_updates: bool = False
-    """Adapters can be loaded and unloaded, as with vLLM's VLLM_ALLOW_RUNTIME_LORA_UPDATING."""
     role: Literal["both", "prefill", "decode"] = "both"
-    """What it is for, in a fleet that prefills and decodes on different servers."""
     connector: Literal["nixl", "shared-storage", "sglang", "mooncake"] | None = None
-    """How the KV of prompts goes from server to server; None = not at all."""
     kv_lease: float | None = None
     """Seconds for which prefilled KV is held, and for which the halves of a request wait for each other; None = the
     connector's: 30 with nixl, 300 with sglang, 480 with mooncake."""
     kv_load_failure: Literal["fail", "recompute"] = "fail"
     """nixl: of a prompt whose KV cannot be loaded. vLLM's `kv_load_failure_policy`."""
     side_channel_port: int = 0
-    """nixl, mooncake: where other servers reach it; 0 = any free one."""
     bootstrap_port: int | None = None
-    """sglang, mooncake: where decodes meet prefills; 0 = any free one, None = 8998."""
     shared_storage_path: str | None = None
-    """shared-storage: the folder that the servers share."""
 
     kv_events: str | None = None
     """Where KV events are published: `tcp://*:port` is bound, `tcp://host:port` connected to; None = nowhere."""
     kv_events_replay: str | None = None
-    """Where they are replayed: `tcp://*:port`."""
     sleep_mode: bool = False
-    """It can be put to sleep and woken, as with vLLM's --enable-sleep-mode."""
     asleep: bool = False
-    """It sleeps from the start."""
     sleep_level: int = 1
     """At which it sleeps then."""
     wake_time: float = 3.0
-    """Seconds that a wake takes."""
     sleep_time: float = 1.0
-    """Seconds that it takes to fall asleep."""
     gpu: str | None = None
     """Name of a GPU that it shares with other simulated servers on this machine: only one that is awake has memory."""
 
     provider: bool = False
     """It is a paid provider (`serving.provider`); any of the following makes it one as well."""
     path_prefix: str | None = None
-    """Where its API is, instead of `/v1`."""
     require_key: str | None = None
-    """The only API key that it accepts; None = none is needed."""
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
-    """None = as many as come."""
 
     def __post_init__(self) -> None:
         self._check_transfer()

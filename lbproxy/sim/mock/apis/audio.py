@@ -11,7 +11,14 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lbproxy.sim.mock.apis.call import GenerationCall, Identity, PlannedChoice, output_tokens_of, prompt_tokens_of
+from lbproxy.sim.mock.apis.call import (
+    GenerationCall,
+    Identity,
+    PlannedChoice,
+    Writer,
+    output_tokens_of,
+    prompt_tokens_of,
+)
 from lbproxy.sim.mock.apis.chat import DONE
 from lbproxy.sim.mock.apis.fields import EngineError, Json, dump, invalid, model_of, required, shown
 from lbproxy.sim.mock.apis.media import audio
@@ -91,21 +98,13 @@ def response_body(form: AudioForm, choice: PlannedChoice) -> bytes:
     return dump({"text": text, "usage": {"type": "duration", "seconds": math.ceil(form.seconds)}})
 
 
-class TranscriptionEvents:
+class TranscriptionEvents(Writer):
     """The server-sent events of one streamed transcription."""
 
     def __init__(self, identity: Identity, form: AudioForm) -> None:
         kind = "transcription.chunk" if form.task == "transcribe" else "translation.chunk"
         self._head = identity.head(kind)
         self._form = form
-
-    def accepted(self, choices: Sequence[PlannedChoice]) -> bytes:
-        """Nothing."""
-        return b""
-
-    def opening(self, choices: Sequence[PlannedChoice]) -> bytes:
-        """Nothing."""
-        return b""
 
     def token(self, choice: PlannedChoice, index: int, position: int) -> bytes:
         """One token, the last one with the reason of the end."""

@@ -142,9 +142,11 @@ class Writer(Protocol):
 
     def accepted(self, choices: Sequence[PlannedChoice]) -> bytes:
         """What goes out with the head, before anything is computed."""
+        return b""
 
     def opening(self, choices: Sequence[PlannedChoice]) -> bytes:
         """What goes before the first token."""
+        return b""
 
     def token(self, choice: PlannedChoice, index: int, position: int) -> bytes:
         """One token of one choice."""

@@ -15,6 +15,7 @@ from lbproxy.sim.mock.apis.call import (
     GenerationCall,
     Identity,
     PlannedChoice,
+    Writer,
     at_least_one,
     output_tokens_of,
     prompt_tokens_of,
@@ -215,7 +216,7 @@ def _finish_reason(form: ResponseForm, choice: PlannedChoice) -> str:
     return "tool_calls" if choice.call is not None and reason == "stop" and not form.named_tool else reason
 
 
-class ChatEvents:
+class ChatEvents(Writer):
     """The server-sent events of one streamed response: one for each token, fast enough for hundreds of streams."""
 
     def __init__(self, identity: Identity, form: ResponseForm) -> None:
@@ -233,10 +234,6 @@ class ChatEvents:
                 b',"logprobs":null,"finish_reason":null,"stop_reason":null,'
                 b'"prompt_token_ids":null,"token_ids":null}]}\n\n'
             )
-
-    def accepted(self, choices: Sequence[PlannedChoice]) -> bytes:
-        """Nothing."""
-        return b""
 
     def opening(self, choices: Sequence[PlannedChoice]) -> bytes:
         """What goes before the first token: the roles in a chat, nothing in a completion."""

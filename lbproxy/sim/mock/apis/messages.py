@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import orjson
 
-from lbproxy.sim.mock.apis.call import GenerationCall, Identity, PlannedChoice, at_least_one
+from lbproxy.sim.mock.apis.call import GenerationCall, Identity, PlannedChoice, Writer, at_least_one
 from lbproxy.sim.mock.apis.conversation import Turns, asked, called, render, thought
 from lbproxy.sim.mock.apis.fields import (
     EngineError,
@@ -235,17 +235,13 @@ def _stop(choice: PlannedChoice) -> tuple[str, str | None]:
     return "end_turn", None
 
 
-class MessageEvents:
+class MessageEvents(Writer):
     """The server-sent events of one streamed message."""
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
         self._begun: tuple[int, SaidPart] | None = None
         """The block that is being written, and its number."""
-
-    def accepted(self, choices: Sequence[PlannedChoice]) -> bytes:
-        """Nothing."""
-        return b""
 
     def opening(self, choices: Sequence[PlannedChoice]) -> bytes:
         """The message as it begins."""

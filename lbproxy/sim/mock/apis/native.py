@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lbproxy.sim.mock.apis.call import MAX_SEQUENCES, GenerationCall, Identity, PlannedChoice, at_least_one, prompts_in
+from lbproxy.sim.mock.apis.call import (
+    MAX_SEQUENCES,
+    GenerationCall,
+    Identity,
+    PlannedChoice,
+    Writer,
+    at_least_one,
+    prompts_in,
+)
 from lbproxy.sim.mock.apis.chat import DONE
 from lbproxy.sim.mock.apis.fields import Json, boolean, dump, integer, refused, shown, stops, text_of, typed
 from lbproxy.sim.mock.text import TOKEN_BYTES, to_token_ids
@@ -71,22 +79,14 @@ def _generated(identity: Identity, choice: PlannedChoice, tokens: int, cached_to
     }
 
 
-class _BareWriter:
+class _EventWriter(Writer):
     """Nothing is sent before the first token."""
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
 
-    def accepted(self, choices: Sequence[PlannedChoice]) -> bytes:
-        """Nothing."""
-        return b""
 
-    def opening(self, choices: Sequence[PlannedChoice]) -> bytes:
-        """Nothing."""
-        return b""
-
-
-class GenerateWriter(_BareWriter):
+class GenerateWriter(_EventWriter):
     """The server-sent events of SGLang's /generate."""
 
     def token(self, choice: PlannedChoice, index: int, position: int) -> bytes:
@@ -158,7 +158,7 @@ def completed_body(identity: Identity, choice: PlannedChoice, cached_tokens: int
     return dump(completed(identity, choice, cached_tokens, content=choice.answer.text.decode("ascii")))
 
 
-class LlamacppWriter(_BareWriter):
+class LlamacppWriter(_EventWriter):
     """The server-sent events of llama.cpp's own API."""
 
     def token(self, choice: PlannedChoice, index: int, position: int) -> bytes:

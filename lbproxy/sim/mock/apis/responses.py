@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import orjson
 
-from lbproxy.sim.mock.apis.call import GenerationCall, Identity, PlannedChoice, at_least_one
+from lbproxy.sim.mock.apis.call import GenerationCall, Identity, PlannedChoice, Writer, at_least_one
 from lbproxy.sim.mock.apis.conversation import ConversationTurn, Turns, asked, called, render, thought
 from lbproxy.sim.mock.apis.fields import (
     EngineError,
@@ -205,7 +205,7 @@ def usage(choice: PlannedChoice, cached_tokens: int) -> Json:
     }
 
 
-class ResponseWriter:
+class ResponseWriter(Writer):
     """The bodies and events of one response."""
 
     def __init__(self, identity: Identity, request: ResponsesCall, max_model_len: int) -> None:

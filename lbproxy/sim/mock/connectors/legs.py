@@ -58,20 +58,20 @@ class Leg:
         """The call has ended, in whichever way: nothing of it is wanted any more that the engine was not given."""
 
 
-class Nothing:
-    """A source that never has anything."""
+class Unasked:
+    """A source for which nobody is asked, and that tells nobody. It never has anything, unless `state` says so."""
 
     recompute = False
-    state = KvState.PENDING
 
-    def begin(self, *, now: float) -> None:
-        """Nobody is asked."""
+    @property
+    def state(self) -> KvState:
+        return KvState.PENDING
 
-    def finish(self, *, now: float, was_read: bool) -> None:
-        """Nobody was asked."""
+    def begin(self, *, now: float) -> None: ...
 
-    def abandon(self, *, now: float) -> None:
-        """Nobody was asked."""
+    def finish(self, *, now: float, was_read: bool) -> None: ...
+
+    def abandon(self, *, now: float) -> None: ...
 
 
 class ServerConnector:

@@ -21,7 +21,7 @@ from lbproxy.sim.engine.sequence import Hold, KvSource, KvState
 from lbproxy.sim.mock.apis.call import GenerationCall, PlannedChoice
 from lbproxy.sim.mock.apis.fields import Json
 from lbproxy.sim.mock.connectors.channel import Channel, ChannelPeer, ReadTimeouts, RemoteKv
-from lbproxy.sim.mock.connectors.legs import Leg, Nothing, ServerConnector
+from lbproxy.sim.mock.connectors.legs import Leg, ServerConnector, Unasked
 from lbproxy.sim.mock.mock_options import MockOptions
 from lbproxy.sim.mock.serving.driver import Driver
 from lbproxy.sim.mock.transfer.mooncake import QUERY_PATH, MooncakeParams, parse, query_body, worker_of
@@ -201,7 +201,7 @@ class MooncakeDecodeLeg(Leg):
 
     def source(self, index: int) -> KvSource:
         """What the params name."""
-        return self._sources[index] if self._sources else Nothing()
+        return self._sources[index] if self._sources else Unasked()
 
     def watch(self, index: int, source: KvSource, poke: Callable[[], None]) -> None:
         if isinstance(source, RemoteKv):

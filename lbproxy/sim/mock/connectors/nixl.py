@@ -16,7 +16,7 @@ from lbproxy.sim.engine.sequence import LEASE_S, RENEWAL_SHARE, Hold, KvSource, 
 from lbproxy.sim.mock.apis.call import GenerationCall, PlannedChoice
 from lbproxy.sim.mock.apis.fields import Json
 from lbproxy.sim.mock.connectors.channel import Channel, ChannelPeer, ReadTimeouts, RemoteKv
-from lbproxy.sim.mock.connectors.legs import Leg, Nothing, ServerConnector
+from lbproxy.sim.mock.connectors.legs import Leg, ServerConnector, Unasked
 from lbproxy.sim.mock.mock_options import MockOptions
 from lbproxy.sim.mock.serving.driver import Driver
 from lbproxy.sim.mock.transfer.nixl import NixlParams, Pull, parse, response_params
@@ -187,7 +187,7 @@ class NixlDecodeLeg(Leg):
     def source(self, index: int) -> KvSource:
         """What the params name, for whichever prompt: of a list, all but the first get another one's KV."""
         if not self._sources:
-            return Nothing()
+            return Unasked()
         return self._sources[index] if index < self.call.n else _Wrong(self._sources[index])
 
     def watch(self, index: int, source: KvSource, poke: Callable[[], None]) -> None:

@@ -16,7 +16,7 @@ from lbproxy.sim.engine.sequence import Hold, KvSource, KvState
 from lbproxy.sim.mock.apis.call import GenerationCall, PlannedChoice
 from lbproxy.sim.mock.apis.fields import EngineError, Json
 from lbproxy.sim.mock.connectors.channel import Channel, ChannelPeer, ReadTimeouts, RemoteKv
-from lbproxy.sim.mock.connectors.legs import Leg, ServerConnector
+from lbproxy.sim.mock.connectors.legs import Leg, ServerConnector, Unasked
 from lbproxy.sim.mock.mock_options import MockOptions
 from lbproxy.sim.mock.serving.driver import Driver
 from lbproxy.sim.mock.transfer.sglang import DEFAULT_PORT, Meeting, parse
@@ -203,20 +203,12 @@ class SglangPrefillLeg(Leg):
                 room.peer.say("lost")
 
 
-class _Empty:
+class _Empty(Unasked):
     """What a fake transfer brings."""
 
-    recompute = False
-    state = KvState.EXPIRED
-
-    def begin(self, *, now: float) -> None:
-        """Nothing."""
-
-    def finish(self, *, now: float, was_read: bool) -> None:
-        """Nothing."""
-
-    def abandon(self, *, now: float) -> None:
-        """Nothing."""
+    @property
+    def state(self) -> KvState:
+        return KvState.EXPIRED
 
 
 class SglangDecodeLeg(Leg):

@@ -13,7 +13,7 @@ from pathlib import Path
 from lbproxy.sim.engine.sequence import KvSource, KvState
 from lbproxy.sim.mock.apis.call import GenerationCall, PlannedChoice
 from lbproxy.sim.mock.apis.fields import Json
-from lbproxy.sim.mock.connectors.legs import Leg, ServerConnector
+from lbproxy.sim.mock.connectors.legs import Leg, ServerConnector, Unasked
 from lbproxy.sim.mock.mock_options import MockOptions
 from lbproxy.sim.mock.text import token_count
 from lbproxy.sim.mock.transfer.storage import aligned, looked_up_as, stored_as
@@ -40,10 +40,8 @@ class Storage(ServerConnector):
         return StorageLeg(self, call)
 
 
-class _StoredKv:
-    """A prompt in the folder."""
-
-    recompute = False
+class _StoredKv(Unasked):
+    """A prompt in the folder, which stays there."""
 
     def __init__(self, layers: Path) -> None:
         self._layers = layers
@@ -52,15 +50,6 @@ class _StoredKv:
     def state(self) -> KvState:
         """What is half written is read all the same."""
         return KvState.HELD if self._layers.exists() else KvState.EXPIRED
-
-    def begin(self, *, now: float) -> None:
-        """It is there."""
-
-    def finish(self, *, now: float, was_read: bool) -> None:
-        """It stays."""
-
-    def abandon(self, *, now: float) -> None:
-        """It stays."""
 
 
 class StorageLeg(Leg):
