@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a simulated fleet is made of, and what becomes of a job in it: values only. What happens is `cluster.py`'s."""
+"""What a simulated fleet is made of, and what becomes of a job in it: values only. What happens is `cluster.py`'s.
+
+Most of it is made of a scenario, whose settings say what they mean (`config.scenario`).
+"""
 
 from __future__ import annotations
 
