@@ -69,9 +69,8 @@ from lbproxy.sim.workloads.catalogue import (
     takes_trace,
     workload_parameters,
 )
-from lbproxy.sim.workloads.clients import Clients, Source
 from lbproxy.sim.workloads.traces import TraceError, TraceRow, read_azure, read_mooncake
-from lbproxy.sim.workloads.workload import Job, Workload
+from lbproxy.sim.workloads.workload import Clients, Job, Source, Workload
 
 _TRACE_READERS: Mapping[str, Callable[[Iterable[str]], list[TraceRow]]] = {
     "mooncake": read_mooncake,

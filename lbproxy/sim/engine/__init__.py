@@ -5,6 +5,6 @@
 prefill and others decode (`handover` is what happens in each of them); `fixed` takes so long whatever it gets;
 `presets` has the hardware.
 
-Imported by: `commands`, `fleet`, `mock`, `mock/apis`, `mock/connectors`, `mock/serving`, `mock/transfer`, `workloads`.
-Never: clocks, HTTP, balancers.
+Imported by: `commands`, `fleet`, `mock`, `mock/apis`, `mock/connectors`, `mock/serving`, `workloads`. Never: clocks,
+HTTP, balancers.
 """

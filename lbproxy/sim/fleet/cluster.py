@@ -24,14 +24,11 @@ from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import DECODE, PREFILL, InferenceRequest, Usage, estimated
 from lbproxy.core.requests.retry import FailureKind
 from lbproxy.sim.engine.engine import FirstToken, RequestTooLong
+from lbproxy.sim.fleet.around import Asking, Faults, OthersTraffic
 from lbproxy.sim.fleet.arrivals import read_job
-from lbproxy.sim.fleet.asking import Asking
 from lbproxy.sim.fleet.des import EventHeap
-from lbproxy.sim.fleet.failing import Faults
 from lbproxy.sim.fleet.fleet import FleetOptions, QueueSample, Served, ToldUsage
-from lbproxy.sim.fleet.legs import Legs
-from lbproxy.sim.fleet.live import LiveBalancer, LiveJob, LiveServer, engine_of, introduce
-from lbproxy.sim.fleet.others import OthersTraffic
+from lbproxy.sim.fleet.live import Legs, LiveBalancer, LiveJob, LiveServer, engine_of, introduce
 from lbproxy.sim.fleet.replicas import ReplicaExchange, hand_over
 from lbproxy.sim.workloads.workload import Job, Workload
 

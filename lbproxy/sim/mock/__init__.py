@@ -4,5 +4,5 @@
 `apis/`, `adapters`, `text`, `exposition` and `description` are its words (pure), `http` and `serving/` serve them,
 `faults` says what goes wrong and `sabotage` does it to the connections.
 
-Imported by: `commands`, `demo`, `mock/apis`, `mock/connectors`, `mock/serving`, `mock/transfer`. Never: a balancer.
+Imported by: `commands`, `demo`, `mock/apis`, `mock/connectors`, `mock/serving`. Never: a balancer.
 """

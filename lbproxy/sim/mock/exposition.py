@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulated server's /metrics page, and its load reports in headers, in the words of vLLM.
+"""What the simulated server shows of itself: /metrics and load reports in headers in the words of vLLM, its models, and
+how SGLang and llama.cpp describe themselves, as far as somebody reads it: their cache and how many requests they run.
 
-Only families that somebody reads: load, cache, progress. The names changed between versions, so there are two dialects;
-`num_requests_waiting_by_reason` is there because a reader must not take it for `num_requests_waiting`. One family is
-not vLLM's: how late the simulation itself ran, without which nobody can trust a figure measured against it.
+Of metrics only families that somebody reads: load, cache, progress. The names changed between versions, so there are
+two dialects; `num_requests_waiting_by_reason` is there because a reader must not take it for `num_requests_waiting`.
+One family is not vLLM's: how late the simulation itself ran, without which nobody can trust a figure measured against
+it.
 """
 
 from __future__ import annotations
@@ -13,9 +15,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import orjson
+
 from lbproxy.core.engines.orca import KV_UTILIZATION, WAITING
 from lbproxy.sim.engine.engine import EngineGauges
 from lbproxy.sim.engine.presets import BLOCK_TOKENS
+from lbproxy.sim.mock.apis.fields import Json
 
 Labels: TypeAlias = Mapping[str, str]
 CONTENT_TYPE = "text/plain; version=1.0.0; charset=utf-8"
@@ -150,3 +155,47 @@ def sample(name: str, labels: Labels, value: float) -> str:
 
 def _escaped(text: str) -> str:
     return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+
+
+DESCRIPTIONS: Mapping[str, tuple[str, ...]] = {
+    "sglang": ("/server_info", "/get_server_info"),
+    "llamacpp": ("/props",),
+}
+"""Where, by the engine."""
+
+
+def describe(engine: str, kv_tokens: int, slots: int, *, role: str = "both", bootstrap_port: int = 8998) -> bytes:
+    """The page of an engine whose cache holds `kv_tokens` and that runs `slots` requests at a time. llama.cpp says how
+    many tokens each of these has, rounded down. SGLang's says what `role` it has, if not both.
+    """
+    pages: Mapping[str, Mapping[str, object]] = {
+        "sglang": {
+            "max_running_requests": None,
+            "max_total_num_tokens": kv_tokens,
+            "dp_size": 1,
+            "disaggregation_mode": "null" if role == "both" else role,
+            "disaggregation_bootstrap_port": bootstrap_port,
+            "disaggregation_transfer_backend": "mooncake",
+            "disaggregation_decode_enable_radix_cache": False,
+            "internal_states": [{"effective_max_running_requests_per_dp": slots}],
+        },
+        "llamacpp": {"total_slots": slots, "default_generation_settings": {"n_ctx": kv_tokens // slots}},
+    }
+    return orjson.dumps(pages[engine])
+
+
+def models_body(
+    model: str, *, created: int, max_model_len: int, engine: str = "vllm", adapters: Sequence[Json] = ()
+) -> bytes:
+    """The body of /v1/models. `adapters`: their entries."""
+    card = {
+        "id": model,
+        "object": "model",
+        "created": created,
+        "owned_by": engine,
+        "root": model,
+        "parent": None,
+        "max_model_len": max_model_len,
+        "permission": [],
+    }
+    return orjson.dumps({"object": "list", "data": [card, *adapters]})

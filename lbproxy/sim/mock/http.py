@@ -23,15 +23,15 @@ from aiohttp.typedefs import Middleware
 from lbproxy.sim.engine.model_server import ModelServer, make_server
 from lbproxy.sim.engine.presets import BLOCK_TOKENS
 from lbproxy.sim.engine.ranks import RankedEngine
+from lbproxy.sim.mock import families
 from lbproxy.sim.mock.adapters import LOAD_PATH, UNLOAD_PATH, Adapters
 from lbproxy.sim.mock.apis.fields import EngineError
 from lbproxy.sim.mock.connectors.legs import ServerConnector
 from lbproxy.sim.mock.connectors.mooncake import Mooncake
 from lbproxy.sim.mock.connectors.nixl import Nixl
-from lbproxy.sim.mock.connectors.sglang import Sglang
+from lbproxy.sim.mock.connectors.sglang import DEFAULT_PORT, Sglang
 from lbproxy.sim.mock.connectors.storage import Storage
-from lbproxy.sim.mock.description import DESCRIPTIONS, describe, models_body
-from lbproxy.sim.mock.exposition import CONTENT_TYPE, Page, render
+from lbproxy.sim.mock.exposition import CONTENT_TYPE, DESCRIPTIONS, Page, describe, models_body, render
 from lbproxy.sim.mock.faults import parse_faults
 from lbproxy.sim.mock.mock_options import MockOptions
 from lbproxy.sim.mock.sabotage import Handler, Saboteur
@@ -44,8 +44,6 @@ from lbproxy.sim.mock.serving.reading import RequestHandlers
 from lbproxy.sim.mock.serving.realtime import Realtime
 from lbproxy.sim.mock.serving.responses import Responses
 from lbproxy.sim.mock.serving.sleep import SleepMode
-from lbproxy.sim.mock.transfer import families
-from lbproxy.sim.mock.transfer.sglang import DEFAULT_PORT
 
 __all__ = ["MockOptions", "MockServer", "serve"]
 

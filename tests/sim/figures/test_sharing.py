@@ -11,7 +11,7 @@ from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.figures.sharing import Share, as_json, by_flow, rows
 from lbproxy.sim.fleet.fleet import Served
 from lbproxy.sim.workloads.catalogue import make_workload
-from lbproxy.sim.workloads.clients import Clients, Source
+from lbproxy.sim.workloads.workload import Clients, Source
 
 TWO = """
 fleet: [{count: 2}]

@@ -3,7 +3,7 @@
 
 import pytest
 
-from lbproxy.sim.mock.lag import LagMeter
+from lbproxy.sim.mock.serving.driver import LagMeter
 
 
 def test_nothing_recorded_is_no_lag() -> None:

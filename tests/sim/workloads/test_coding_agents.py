@@ -13,7 +13,6 @@ from statistics import fmean, median
 import pytest
 
 from lbproxy.sim.workloads.catalogue import UnknownWorkload, checked, make_workload
-from lbproxy.sim.workloads.clients import Clients, Source
 from lbproxy.sim.workloads.coding_agents import (
     FEWEST_TURNS,
     MOST_AT_ONCE,
@@ -25,7 +24,7 @@ from lbproxy.sim.workloads.coding_agents import (
     TOOLS_TOKENS,
     AgentRole,
 )
-from lbproxy.sim.workloads.workload import ANSWER_IDS, Arrival, Job, Workload
+from lbproxy.sim.workloads.workload import ANSWER_IDS, Arrival, Clients, Job, Source, Workload
 
 SHARED = TOOLS_TOKENS + SYSTEM_TOKENS
 

@@ -5,5 +5,5 @@
 `call` says what a request is for the engine; the other modules are one API each. Pure, and deterministic but for ids
 and times, which are passed in.
 
-Imported by: `mock`, `mock/connectors`, `mock/serving`, `mock/transfer`. Never: a connection, a clock.
+Imported by: `mock`, `mock/connectors`, `mock/serving`. Never: a connection, a clock.
 """

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's ExampleConnector at the simulated server: a folder that prefills and decodes share, one folder in it a prompt.
+"""vLLM's ExampleConnector (once SharedStorageConnector) at the simulated server: a folder that prefills and decodes share,
+one folder in it a prompt.
 
 The folder of a prompt is made when its prefill begins, and the file `layers` in it when that ends. Who finds the folder
-takes the prompt for stored; without the file it reads what is half written. Nothing is ever deleted.
+takes the prompt for stored; without the file it reads what is half written. Nothing is ever deleted. A match is the
+whole prompt, in whole blocks. Prompts of one token more than whole blocks never match: what is stored is aligned from
+all tokens, what is looked up from all but the last one.
 """
 
 from __future__ import annotations
@@ -10,13 +13,15 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+import xxhash
+
+from lbproxy.sim.engine.presets import BLOCK_TOKENS
 from lbproxy.sim.engine.sequence import KvSource, KvState
 from lbproxy.sim.mock.apis.call import GenerationCall, PlannedChoice
 from lbproxy.sim.mock.apis.fields import Json
 from lbproxy.sim.mock.connectors.legs import Leg, ServerConnector, Unasked
 from lbproxy.sim.mock.mock_options import MockOptions
-from lbproxy.sim.mock.text import token_count
-from lbproxy.sim.mock.transfer.storage import aligned, looked_up_as, stored_as
+from lbproxy.sim.mock.text import BLOCK_BYTES, token_count
 
 LAYERS = "layers"
 
@@ -87,3 +92,26 @@ class StorageLeg(Leg):
     def cached_tokens(self, own: int, received: int) -> int:
         """Those found here, and those loaded."""
         return self._cached
+
+
+def aligned(tokens: int) -> int:
+    """vLLM's `align_to_block_size`: whole blocks before the last token."""
+    return max(0, (tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS)
+
+
+def stored_as(prompt: bytes, model: str, adapter: str | None) -> str:
+    """The folder in which a prompt is kept."""
+    return _name(prompt, aligned(token_count(len(prompt))), model, adapter)
+
+
+def looked_up_as(prompt: bytes, model: str, adapter: str | None) -> tuple[str, int]:
+    """The folder in which a prompt is looked for, and how many tokens it would save; 0 = it is not looked for."""
+    tokens = aligned(token_count(len(prompt)) - 1)
+    return _name(prompt, tokens, model, adapter), tokens
+
+
+def _name(prompt: bytes, tokens: int, model: str, adapter: str | None) -> str:
+    # The length is not part of vLLM's hash either: the tokens are.
+    digest = xxhash.xxh3_128(prompt[: tokens // BLOCK_TOKENS * BLOCK_BYTES])
+    digest.update(f"\0{model}\0{adapter or ''}".encode())
+    return digest.hexdigest()

@@ -5,16 +5,17 @@ The timer fires when the engine's step ends, and hands the step's tokens to the 
 up once for what has come since, and writes it.
 
 The clock is the event loop's. If the loop is busy, tokens come out late, but the simulated times stay right; how late
-they came out stands on /metrics, for whoever wants to reject a measurement.
+they came out (`LagMeter`) stands on /metrics, for whoever wants to reject a measurement.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from lbproxy.sim.engine.model_server import ModelServer
@@ -22,7 +23,6 @@ from lbproxy.sim.engine.sequence import FirstToken, Hold, SimRequest
 from lbproxy.sim.mock.apis.call import PlannedChoice, garbled
 from lbproxy.sim.mock.apis.fields import EngineError
 from lbproxy.sim.mock.connectors.legs import Leg
-from lbproxy.sim.mock.lag import LagMeter
 
 LOAD_FAILED = "Internal server error"
 """vLLM's words when the KV of a prompt could not be loaded."""
@@ -277,3 +277,52 @@ class Driver:
         # Not the loop's clock, which with uvloop stands still within a turn.
         now = time.monotonic()
         self.lag.record(max(0.0, now - due), now=now)
+
+
+WINDOW_S = 60
+_BUCKETS_PER_DOUBLING = 4
+
+
+@dataclass(slots=True)
+class _Second:
+    number: int = -1
+    """Which second of the clock this slot holds."""
+    largest_s: float = 0.0
+    counts: Counter[int] = field(default_factory=Counter)
+
+
+class LagMeter:
+    """How late things came out, over the last minute: the largest and the 99th percentile, in constant memory.
+
+    A minute is kept as one histogram a second, with four buckets to each doubling of a microsecond, so recording costs
+    the same however many steps there are, and a percentile is at most 19 % too high. `now` must not go back.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = [_Second() for _ in range(WINDOW_S)]
+
+    def record(self, lag_s: float, *, now: float) -> None:
+        """Note that something was `lag_s` late, at `now`."""
+        number = int(now)
+        second = self._seconds[number % WINDOW_S]
+        if second.number != number:
+            second.number = number
+            second.largest_s = 0.0
+            second.counts.clear()
+        second.largest_s = max(second.largest_s, lag_s)
+        second.counts[math.ceil(math.log2(max(1.0, lag_s * 1e6)) * _BUCKETS_PER_DOUBLING)] += 1
+
+    def figures(self, *, now: float) -> tuple[float, float]:
+        """(largest, 99th percentile) in seconds; zeros if nothing was recorded in the last minute."""
+        counts: Counter[int] = Counter()
+        largest_s = 0.0
+        for second in self._seconds:
+            if second.number > int(now) - WINDOW_S:
+                counts.update(second.counts)
+                largest_s = max(largest_s, second.largest_s)
+        above = counts.total() // 100
+        for bucket in sorted(counts, reverse=True):
+            above -= counts[bucket]
+            if above < 0:
+                return largest_s, min(largest_s, 2 ** (bucket / _BUCKETS_PER_DOUBLING) / 1e6)
+        return 0.0, 0.0

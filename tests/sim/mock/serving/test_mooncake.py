@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from lbproxy.sim.mock.transfer.mooncake import worker_of
+from lbproxy.sim.mock.connectors.mooncake import worker_of
 from tests.sim.mock.serving.pair import PROMPT, Pair, split, whole_text
 from tests.support.aio import until
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lbproxy.sim.mock.connectors.storage import LAYERS
-from lbproxy.sim.mock.transfer.storage import looked_up_as, stored_as
+from lbproxy.sim.mock.connectors.storage import LAYERS, looked_up_as, stored_as
 from tests.sim.mock.serving.pair import PROMPT, Pair, split, whole_text
 
 BODY: dict[str, object] = {"prompt": PROMPT, "max_tokens": 20, "ignore_eos": True}
