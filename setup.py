@@ -22,7 +22,7 @@ from setuptools.command.build_ext import build_ext
 
 COMPILED = {
     "lbproxy/core": "balancer placing",
-    "lbproxy/core/requests": "large_json media openai outcome outline prompt_keys prompts request retry",
+    "lbproxy/core/requests": "media openai outcome outline prompt_keys prompts request retry",
     "lbproxy/core/responses": "json_walk sse usage",
     "lbproxy/core/engines": "handover load_metrics",
     "lbproxy/core/caches": "adapters cache_loss cache_size prefix_index savings sessions",
@@ -47,7 +47,7 @@ COMPILED = {
     "lbproxy/net/connections": "backlog corked h1 patience pool upload",
     "lbproxy/proxy/request": "client_request forwarding handshake headers plain reading",
     "lbproxy/proxy/exchange": "exchange exchanger failures opening relay steps",
-    "lbproxy/proxy/front": "local requests socket_turn turn",
+    "lbproxy/proxy/front": "requests socket_turn turn",
     "lbproxy/control/families": "histogram requests",
     "lbproxy/control/telemetry": "access_line process_log recent telemetry writer",
 }

@@ -32,7 +32,7 @@ from lbproxy.control.saving.keeper import TURN_S
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.core.policies.registry import make_policy
-from lbproxy.core.saved.lines import encode, read_lines
+from lbproxy.core.saved.reading import encode, read_lines
 from lbproxy.sim.engine.presets import PRESETS
 from lbproxy.sim.fleet.cluster import Fleet
 from lbproxy.sim.fleet.fleet import FleetOptions, Served, SimulatedServer

@@ -16,7 +16,7 @@ from statistics import fmean
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints.hang import CHECK_S
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.core.saved.lines import encode, read_lines
+from lbproxy.core.saved.reading import encode, read_lines
 from lbproxy.sim.engine.presets import Preset
 from lbproxy.sim.fleet.cluster import Fleet
 from lbproxy.sim.fleet.fleet import FleetOptions, Served, SimulatedServer

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 
 from lbproxy.control.families.endpoints import cache_families
-from lbproxy.control.families.kv_events import kv_families
+from lbproxy.control.families.features import kv_families
 from lbproxy.core.engines.kv_events import Problem
 from tests.support.docs import DOCS, expect_generated, family_lines
 from tests.support.kv_events import published, snapshot

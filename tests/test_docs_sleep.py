@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from lbproxy.control.families.features import sleep_families
 from lbproxy.control.families.histogram import Histogram
-from lbproxy.control.families.sleeping import sleep_families
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
 from lbproxy.core.endpoints.state import EndpointState, snapshot_of
 from lbproxy.core.observed.snapshot import PoolSnapshot

@@ -3,7 +3,7 @@
 
 `request_runtime` is what the data plane knows of the balancer; `runtime` drives one in this process, and
 `workers.remote` speaks to one in another. `pulse` says whether the loop stood still, which everybody needs who waits
-for others. `model_look` asks all endpoints for a model that none listed, and `by_address` finds who asks them.
+for others. `model_look` asks all endpoints for a model that none listed, and finds who asks them.
 
 Imported by: `control`, `extras`, `net`, `processes`, `proxy`, `workers`. Never: a decision (`core` makes them), a
 socket.

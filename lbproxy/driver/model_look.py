@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from math import inf
-from typing import Final, Protocol
+from typing import Final, Generic, Protocol, TypeVar
 
 from lbproxy.core.endpoints.endpoint import EndpointUid
 
@@ -71,3 +72,30 @@ class ModelLook:
         looked, self._looked = self._looked, []
         for call in looked:
             call()
+
+
+Of = TypeVar("Of")
+
+
+class ByAddress(Generic[Of]):
+    """What there is one of at each server's address, for as long as its block runs: a prober, a scraper.
+
+    What there is one of at each address while its block runs.
+    """
+
+    def __init__(self) -> None:
+        self._by_url: dict[str, Of] = {}
+
+    def get(self, url: str) -> Of | None:
+        """None: there is none now."""
+        return self._by_url.get(url)
+
+    @contextmanager
+    def kept(self, url: str, one: Of) -> Iterator[None]:
+        """For the duration of the block. A later one at the same address stays when an earlier one's block ends."""
+        self._by_url[url] = one
+        try:
+            yield
+        finally:
+            if self._by_url.get(url) is one:
+                del self._by_url[url]

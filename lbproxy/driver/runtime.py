@@ -33,8 +33,7 @@ from lbproxy.core.requests.openai import ModelCard
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.core.requests.retry import FailureKind, UpstreamError, Verdict
-from lbproxy.driver.by_address import ByAddress
-from lbproxy.driver.model_look import ModelLook, ModelReader
+from lbproxy.driver.model_look import ByAddress, ModelLook, ModelReader
 from lbproxy.driver.request_runtime import RequestRuntime
 
 logger = logging.getLogger("lbproxy")

@@ -31,9 +31,8 @@ from lbproxy.core.balancer import Balancer
 from lbproxy.core.replicas.batches import BatchError, decode, encode
 from lbproxy.core.replicas.peers import MAX_PEERS
 from lbproxy.core.replicas.shown import ReplicaFacts, ReplicationFacts, ReplicationStats
-from lbproxy.core.saved.lines import encode as encode_piece
-from lbproxy.core.saved.lines import read_lines
-from lbproxy.core.saved.reading import Saved, SavedError
+from lbproxy.core.saved.reading import Saved, SavedError, read_lines
+from lbproxy.core.saved.reading import encode as encode_piece
 from lbproxy.driver.runtime import Runtime
 from lbproxy.extras.store import Store, StoreError
 

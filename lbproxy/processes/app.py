@@ -33,9 +33,8 @@ from lbproxy.control.admin.made_token import MadeToken, folders
 from lbproxy.control.admin.server import Admin
 from lbproxy.control.admin.state import ShownState
 from lbproxy.control.discovery.discovery import Discovery, warn_of_unverified
-from lbproxy.control.discovery.membership import Membership
+from lbproxy.control.discovery.membership import Loops, Membership, Watches
 from lbproxy.control.discovery.overlay import Overlay
-from lbproxy.control.discovery.watch import Loops, Watches
 from lbproxy.control.loops import supervise
 from lbproxy.control.probing.prober import Prober
 from lbproxy.control.probing.roles import RoleWatch

@@ -14,8 +14,7 @@ from lbproxy.control.discovery.overlay import Addition, Changes, Overlay, Unknow
 from lbproxy.control.loops import supervise
 from lbproxy.control.telemetry.memory import Memory
 from lbproxy.control.telemetry.process_log import ProcessLog
-from lbproxy.core.saved.lines import read_lines
-from lbproxy.core.saved.reading import Saved, SavedError
+from lbproxy.core.saved.reading import Saved, SavedError, read_lines
 from lbproxy.net.listening.inherit import Inherited
 from lbproxy.net.listening.notify import Notifier
 from lbproxy.processes import app, process

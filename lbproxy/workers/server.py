@@ -5,7 +5,7 @@ One `_Session` for each link. A request of a worker has a `_Job` from its first 
 its record, begun here so that those who look see what runs, and the ticket of its current attempt. Invariants:
 
 - A link that is lost, for whatever reason, closes all tickets of its worker at once. What becomes of their records is
-  known later (`workers.lost`).
+  known later (`workers.succession`).
 - A worker is told of an endpoint before any request is placed there.
 - What arrives for a number that is not known is dropped: it belongs to a request that another balancer process placed.
 """

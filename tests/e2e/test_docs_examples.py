@@ -24,7 +24,7 @@ import pytest
 
 from lbproxy.commands.cli import _parser
 from lbproxy.config.sections.access import read_key_file
-from lbproxy.control.admin.schemas import COMPONENTS
+from lbproxy.control.admin.openapi import COMPONENTS
 from tests.support.docs import ROOT, Block, all_blocks
 from tests.support.process import Process, lbproxy, mock
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Large JSON: what `core.requests.large_json` reads in segments, cut wherever it can be, against its parser in one
+"""Large JSON: what `core.requests.outline` reads in segments, cut wherever it can be, against its parser in one
 piece.
 """
 
@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lbproxy.core.requests import outline
-from lbproxy.core.requests.large_json import LargeJson, load_json
 from lbproxy.core.requests.openai import find_names
 from lbproxy.core.requests.outcome import LbError
+from lbproxy.core.requests.outline import LargeJson, load_json
 from tests.fuzz.oracle import DifferenceError
 
 NAME = "segments"

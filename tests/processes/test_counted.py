@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from lbproxy.core.capacity.allowance import Use
-from lbproxy.core.saved.lines import encode
 from lbproxy.core.saved.pieces import flow_piece
+from lbproxy.core.saved.reading import encode
 from lbproxy.processes.balancing import _counted
 
 HEAD = {"kind": "head", "format": "lbproxy state", "version": 2, "saved_at": 1e9, "block_bytes": None}

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from lbproxy.processes.balancing import COUNT_EVERY_S
-from lbproxy.workers.lost import RETURN_S
+from lbproxy.workers.succession import RETURN_S
 from tests.support.aio import run, until
 from tests.support.load import load
 from tests.support.process import Process, changing, children_of, exists, lbproxy, mock

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from lbproxy.core.saved.lines import encode
+from lbproxy.core.saved.reading import encode
 from tests.support.pool import pool_of
 
 

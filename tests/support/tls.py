@@ -8,7 +8,7 @@ from pathlib import Path
 
 import trustme
 
-from lbproxy.net.listening.certificate import server_context
+from lbproxy.control.admin.key_files import server_context
 
 NAME = "127.0.0.1"
 

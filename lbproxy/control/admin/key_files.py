@@ -25,7 +25,6 @@ from lbproxy.config.sections.access import AuthSettings, TlsSettings, read_key_f
 from lbproxy.config.text import ConfigError
 from lbproxy.config.tree import Settings
 from lbproxy.control.families.common import Loads
-from lbproxy.net.listening.certificate import server_context
 
 logger = logging.getLogger("lbproxy")
 
@@ -213,3 +212,18 @@ def _marks(paths: Sequence[str]) -> list[tuple[int, ...] | int | None]:
         else:
             marks.append((now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns))
     return marks
+
+
+def server_context(cert: str, key: str) -> ssl.SSLContext:
+    """Return a context for TLS 1.2 and 1.3 with the chain and the key in two PEM files, which are read here and not
+    again.
+
+    A reload makes a new context: one that failed to load half of a new pair would be unusable. Ciphers are OpenSSL's as
+    Python chooses them: forward secrecy only, no compression, no renegotiation. Raises OSError, also for invalid
+    contents (ssl.SSLError).
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    context.load_cert_chain(cert, key, password=lambda: b"")  # without this, OpenSSL prompts on the terminal
+    return context

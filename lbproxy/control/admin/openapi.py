@@ -1,18 +1,311 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The OpenAPI 3.1 document of the admin API, made from the table of its routes."""
+"""The OpenAPI 3.1 document of the admin API: made from the table of its routes, with what it answers as JSON schemas,
+the `components`.
+
+Every field is `required`, since what is not known is null and not left out. A client must bear fields that it does not
+know: a later release may add some.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from http import HTTPStatus
+from typing import TypeAlias
 
 from aiohttp import web
 
 from lbproxy import __version__
 from lbproxy.config.parse import endpoint_schema
-from lbproxy.control.admin.schemas import COMPONENTS, FLAG, Schema, ref
+from lbproxy.control.telemetry.recent import DRAINING
+from lbproxy.core.endpoints.health import Health
+from lbproxy.core.engines.handover import Role
+from lbproxy.core.observed.learned import FULL_BY, EndpointLearned, PoolLearned
+from lbproxy.core.queue.ticket import Overflow, Wait
+from lbproxy.core.sleeping.phase import Phase
+
+Schema: TypeAlias = dict[str, object]
+
+TEXT: Schema = {"type": "string"}
+STAMP: Schema = {"type": "string", "format": "date-time"}
+NUMBER: Schema = {"type": "number"}
+COUNT: Schema = {"type": "integer", "minimum": 0}
+FLAG: Schema = {"type": "boolean"}
+OBJECT: Schema = {"type": "object"}
+
+
+def ref(name: str) -> Schema:
+    """One of `COMPONENTS`."""
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def record(**properties: Schema) -> Schema:
+    """An object with these fields. A name that is a keyword of Python ends in an underscore."""
+    named = {name.removesuffix("_"): schema for name, schema in properties.items()}
+    return {"type": "object", "required": [*named], "properties": named}
+
+
+def _maybe(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _list(schema: Schema) -> Schema:
+    return {"type": "array", "items": schema}
+
+
+def _each(schema: Schema) -> Schema:
+    """An object whose keys are data."""
+    return {"type": "object", "additionalProperties": schema}
+
+
+def _one_of(values: Iterable[str]) -> Schema:
+    return {"type": "string", "enum": [*values]}
+
+
+def _joined(one: Schema, **more: Schema) -> Schema:
+    """An object with the fields of `one` and some more, or some changed."""
+    properties = one["properties"]
+    assert isinstance(properties, Mapping)
+    return record(**{**properties, **more})
+
+
+def _learned(shown: type[EndpointLearned | PoolLearned]) -> Schema:
+    """Numbers, unless they are something else, and of how many samples each is: 0 = it is assumed."""
+    return record(**{one.name: _LEARNED.get(one.name, NUMBER) for one in fields(shown)})
+
+
+_FULL_BY = _maybe(_one_of(FULL_BY))
+_LEARNED: dict[str, Schema] = {"samples": _each(COUNT), "limit": _maybe(NUMBER), "full_by": _FULL_BY, "held": COUNT}
+_HEALTH = _one_of(one.value for one in Health)
+_WAKE = record(predicted_ms=_maybe(NUMBER), took_ms=_maybe(NUMBER))
+_STANDING = _one_of([*(one.value for one in Health), DRAINING])
+_WAIT = _one_of(one.value for one in Wait)
+
+_ERROR = record(message=TEXT, type=TEXT, param=_maybe(TEXT), code=TEXT) | {
+    "description": "With `problems` where several things are wrong."
+}
+_ERROR["properties"] = {**_ERROR["properties"], "problems": _list(TEXT)}  # type: ignore[dict-item]
+
+_SLEEP = record(
+    state=_one_of(one.value for one in Phase),
+    for_s=NUMBER,
+    left_s=_maybe(NUMBER),
+    failures=COUNT,
+    host=_maybe(TEXT),
+)
+
+_ENDPOINT = record(
+    name=TEXT,
+    url=TEXT,
+    engine=TEXT,
+    role=_one_of(one.value for one in Role),
+    connector=_maybe(TEXT),
+    tier=COUNT,
+    limits_used=_each(NUMBER),
+    from_=TEXT,
+    health=_HEALTH,
+    draining=FLAG,
+    leaving=FLAG,
+    drained=FLAG,
+    backing_off=FLAG,
+    readmitted=FLAG,
+    share=NUMBER,
+    in_flight=COUNT,
+    awaiting_first_byte=COUNT,
+    elsewhere=COUNT,
+    placed=COUNT,
+    waiting=_maybe(NUMBER),
+    running=_maybe(NUMBER),
+    kv_utilization=_maybe(NUMBER),
+    kv_cached_tokens=_maybe(COUNT),
+    kv_fill=_maybe(NUMBER),
+    metrics_age_s=_maybe(NUMBER),
+    models=_maybe(_list(TEXT)),
+    learned=_maybe(_learned(EndpointLearned)),
+    recent=_maybe(record(requests=COUNT, failed=COUNT, first_byte_ms=_maybe(NUMBER), hit_ratio=_maybe(NUMBER))),
+    sleep=_maybe(_SLEEP),
+)
+
+_REPLICA = record(
+    id=TEXT,
+    name=TEXT,
+    version=TEXT,
+    in_flight=_maybe(COUNT),
+    batch_age_s=_maybe(NUMBER),
+    complete=FLAG,
+    resets=COUNT,
+    missed=COUNT,
+)
+
+_REPLICAS = record(
+    id=TEXT,
+    name=TEXT,
+    url=TEXT,
+    connected=FLAG,
+    problem=_maybe(TEXT),
+    heartbeat_age_s=_maybe(NUMBER),
+    others=_list(_REPLICA),
+)
+
+_STATE = record(
+    version=TEXT,
+    at=STAMP,
+    listen=_maybe(TEXT),
+    pid=COUNT,
+    token_file=_maybe(TEXT),
+    uptime_s=NUMBER,
+    policy=TEXT,
+    stopping=FLAG,
+    running=COUNT,
+    client_connections=COUNT,
+    workers=_list(
+        record(
+            index=COUNT,
+            pid=COUNT,
+            client_connections=COUNT,
+            upstream_connections=COUNT,
+            running=COUNT,
+            cpu_share=NUMBER,
+            loop_lag_ms=NUMBER,
+            memory_bytes=_maybe(COUNT),
+        )
+    ),
+    replicas=_maybe(_REPLICAS),
+    settings=record(accepted=FLAG, at=STAMP),
+    state_file=record(
+        age_at_start_s=_maybe(NUMBER), bytes=_maybe(COUNT), written_at=_maybe(STAMP), writes=_each(COUNT)
+    ),
+    endpoints=_list(ref("Endpoint")),
+    models=_list(
+        record(
+            model=TEXT,
+            endpoints=COUNT,
+            recommended=_maybe(COUNT),
+            recommended_known=FLAG,
+            waiting=COUNT,
+            predicted_wait_s=_maybe(NUMBER),
+            room=_maybe(NUMBER),
+        )
+    ),
+    queue=record(
+        waiting=COUNT,
+        bytes=COUNT,
+        oldest_s=_maybe(NUMBER),
+        by_priority=_each(COUNT),
+        by_model=_each(COUNT),
+        by_flow=_each(COUNT),
+        by_reason=_each(COUNT),
+    ),
+    learned=_maybe(_learned(PoolLearned)),
+    transitions=_list(record(at=STAMP, endpoint=TEXT, from_=_STANDING, to=_STANDING, reason=TEXT)),
+)
+
+_POINT = record(
+    at=STAMP,
+    seconds=NUMBER,
+    requests=COUNT,
+    errors=COUNT,
+    rejected=COUNT,
+    completion_tokens=COUNT,
+    first_byte_ms=record(p50=_maybe(NUMBER), p95=_maybe(NUMBER)),
+    in_flight=COUNT,
+    waiting=COUNT,
+)
+
+_REQUEST = record(
+    id=TEXT,
+    engine_id=TEXT,
+    at=STAMP,
+    model=_maybe(TEXT),
+    stream=FLAG,
+    endpoint=_maybe(TEXT),
+    prefill=_maybe(TEXT),
+    prefill_ms=_maybe(NUMBER),
+    status=COUNT,
+    outcome=TEXT,
+    attempts=COUNT,
+    queue_ms=NUMBER,
+    waited_because=_maybe(_WAIT),
+    duration_ms=NUMBER,
+    cost=_maybe(NUMBER),
+    candidates=_maybe(COUNT),
+    predicted=record(first_byte_ms=_maybe(NUMBER), cached_tokens=_maybe(NUMBER)),
+    observed=record(
+        first_byte_ms=_maybe(NUMBER),
+        cached_tokens=_maybe(COUNT),
+        prompt_tokens=_maybe(COUNT),
+        completion_tokens=_maybe(COUNT),
+    ),
+)
+
+_CANDIDATE = record(
+    endpoint=TEXT,
+    decode_on=_maybe(TEXT),
+    chosen=FLAG,
+    cost=_maybe(NUMBER),
+    parts=_each(_maybe(NUMBER)),
+    cached_tokens=_maybe(NUMBER),
+)
+
+_DECISION = record(
+    at=STAMP,
+    policy=TEXT,
+    endpoint=TEXT,
+    decode_on=_maybe(TEXT),
+    second_leg=FLAG,
+    tier=COUNT,
+    overflow=_maybe(_one_of(one.value for one in Overflow)),
+    lowest_costs=record(whole=_maybe(NUMBER), split=_maybe(NUMBER)),
+    because=TEXT,
+    cost=_maybe(NUMBER),
+    unit=_maybe(TEXT),
+    candidates=COUNT,
+    shown=_list(_CANDIDATE),
+    left_out=_list(record(endpoint=TEXT, why=TEXT)),
+)
+
+_EXPLAINED = _joined(
+    _REQUEST,
+    status=_maybe(COUNT),
+    outcome=_maybe(TEXT),
+    duration_ms=_maybe(NUMBER),
+    running=FLAG,
+    method=TEXT,
+    path=TEXT,
+    route=TEXT,
+    client=TEXT,
+    flow=_maybe(TEXT),
+    error=_maybe(TEXT),
+    waited=_maybe(record(because=_WAIT, meaning=TEXT, endpoint=_maybe(TEXT), full_by=_FULL_BY, wake=_maybe(_WAKE))),
+    failed=_list(record(endpoint=TEXT, failure=TEXT)),
+    decisions=_list(ref("Decision")),
+)
+
+_DRAIN = record(name=TEXT, draining=FLAG, leaving=FLAG, in_flight=COUNT, awaiting_first_byte=COUNT, drained=FLAG)
+
+COMPONENTS: dict[str, Schema] = {
+    "Error": record(error=_ERROR),
+    "Endpoint": _ENDPOINT,
+    "Endpoints": record(endpoints=_list(ref("Endpoint"))),
+    "Added": record(name=TEXT, keep=FLAG, endpoint=_maybe(ref("Endpoint"))),
+    "Removed": record(name=TEXT, removed=FLAG, in_flight=COUNT, note=_maybe(TEXT)),
+    "Drain": _DRAIN,
+    "Sleep": record(name=TEXT, sleep=_maybe(_SLEEP)),
+    "State": _STATE,
+    "Point": _POINT,
+    "History": record(points=_list(ref("Point"))),
+    "Request": _REQUEST,
+    "Requests": record(decisions=_list(ref("Request"))),
+    "Decision": _DECISION,
+    "Explained": _EXPLAINED,
+    "Frame": _joined(_STATE, decisions=_list(ref("Request")), history=_list(ref("Point"))),
+    "Settings": OBJECT | {"description": "Every key of the settings file."},
+    "Reloaded": record(reloaded=FLAG, endpoints=COUNT, changed=_list(TEXT), at_next_start=_list(TEXT)),
+    "LogLevel": record(level=TEXT),
+    "Document": OBJECT,
+}
+
 
 ALWAYS = (400, 401, 403, 500)
 """What every path may answer besides."""

@@ -21,7 +21,7 @@ from prometheus_client.core import Metric
 
 from lbproxy.control.families.common import RequestTotals, add_to, counter, counters, histogram, keep
 from lbproxy.control.families.histogram import Histogram
-from lbproxy.control.families.tiers import PlacementCounts
+from lbproxy.control.families.placements import PlacementCounts
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.observed.snapshot import PoolSnapshot
 from lbproxy.core.requests.outcome import LABEL_AND_STATUS, Outcome

@@ -31,7 +31,7 @@ from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.driver.runtime import Runtime
 from lbproxy.net.connections.fetch import Response, fetch
 from lbproxy.net.connections.pool import ConnectionPool
-from lbproxy.net.dialing.below import below
+from lbproxy.net.dialing.above import below
 from lbproxy.net.dialing.origin import Origin
 
 logger = logging.getLogger("lbproxy")

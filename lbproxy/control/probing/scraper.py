@@ -43,7 +43,7 @@ from lbproxy.core.requests.retry import UpstreamError
 from lbproxy.driver.runtime import Runtime
 from lbproxy.net.connections.fetch import fetch
 from lbproxy.net.connections.pool import ConnectionPool
-from lbproxy.net.dialing.below import below
+from lbproxy.net.dialing.above import below
 from lbproxy.net.dialing.origin import Origin
 
 logger = logging.getLogger("lbproxy")

@@ -22,8 +22,7 @@ from lbproxy.config.sections.routing import StateSettings
 from lbproxy.control.families.common import StateStats
 from lbproxy.control.saving.state_file import LockedError, StateFile, read
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.saved.lines import encode
-from lbproxy.core.saved.reading import Saved, SavedError
+from lbproxy.core.saved.reading import Saved, SavedError, encode
 from lbproxy.core.saved.restoring import Restoring
 
 logger = logging.getLogger("lbproxy")

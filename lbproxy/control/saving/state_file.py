@@ -18,8 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from lbproxy.core.saved.lines import MAX_LINE_BYTES, read_lines
-from lbproxy.core.saved.reading import Saved, SavedError
+from lbproxy.core.saved.reading import MAX_LINE_BYTES, Saved, SavedError, read_lines
 
 MAX_FILE_BYTES = 256 << 20
 """Four times what can be written (`core.saved.pieces`)."""

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 import orjson
 
 from lbproxy.core.endpoints.endpoint import ColdStart, Endpoint
-from lbproxy.core.engines.sleep_mode import STATE_PATH, is_silent, read_state
+from lbproxy.core.engines.server_info import STATE_PATH, is_silent, read_state
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.net.connections.fetch import bearer, fetch, send
 from lbproxy.net.connections.h1 import request_head

@@ -46,12 +46,9 @@ from lbproxy.control.families.common import (
     worker_families,
 )
 from lbproxy.control.families.endpoints import one_per_name, render_endpoints
+from lbproxy.control.families.features import Sleeping, kv_families, replica_families, scaling_families, sleep_families
 from lbproxy.control.families.histogram import Histogram
-from lbproxy.control.families.kv_events import kv_families
-from lbproxy.control.families.replicas import replica_families
 from lbproxy.control.families.requests import RequestCounts
-from lbproxy.control.families.scaling import scaling_families
-from lbproxy.control.families.sleeping import Sleeping, sleep_families
 from lbproxy.control.probing.scraper import Scraper
 from lbproxy.control.telemetry.process_log import ProcessLog
 from lbproxy.core.endpoints.endpoint import EndpointUid

@@ -61,7 +61,7 @@ class EngineTable:
     slots: Signal = ()
     """How many requests it runs at once."""
     awake: Signal = ()
-    """0 while it sleeps: see `core.engines.sleep_mode`."""
+    """0 while it sleeps: see `core.engines.server_info`."""
     work: Signal = ()
     """A counter of steps or tokens that changes while requests run, not only when they end: see
     `core.endpoints.progress`."""

@@ -265,3 +265,52 @@ def _hash(value: int | bytes) -> int:
 
 def _shape(frames: Sequence[bytes]) -> str:
     return f"{len(frames)} frames of {', '.join(str(len(one)) for one in frames[:4])} bytes"
+
+
+SILENT_S: Final = 10.0
+"""A publisher that was silent for so long may have a successor with another topic."""
+
+
+class KvOrder(Enum):
+    """How a message follows the one before."""
+
+    NEXT = "next"
+    FIRST = "first"
+    """Nothing was received of this publisher before."""
+    GAP = "gap"
+    """Messages between are missing."""
+    RESTART = "restart"
+    """The number is not larger than the last one: the publisher started again."""
+    FOREIGN = "foreign"
+    """It is from another publisher at the same address, and not to be used."""
+
+
+class KvSequence:
+    """The sequence numbers of one publisher of KV events: what is next, what is missing, and when it started again.
+
+    Follows one publisher. Topics identify it: those of one publisher do not change.
+    """
+
+    __slots__ = ("_heard_at", "_topic", "expected")
+
+    def __init__(self) -> None:
+        self.expected: int | None = None
+        """The number of the next message; None = nothing was received yet."""
+        self._topic = b""
+        self._heard_at = -inf
+
+    def judge(self, topic: bytes, number: int, now: float) -> KvOrder:
+        """Classify a message. Unless it is FOREIGN, the one after it is expected from now on."""
+        expected = self.expected
+        if expected is not None and topic != self._topic:
+            if now < self._heard_at + SILENT_S:
+                return KvOrder.FOREIGN
+            order = KvOrder.RESTART
+        elif expected is None:
+            order = KvOrder.FIRST
+        elif number == expected:
+            order = KvOrder.NEXT
+        else:
+            order = KvOrder.GAP if number > expected else KvOrder.RESTART
+        self._topic, self._heard_at, self.expected = topic, now, number + 1
+        return order

@@ -9,7 +9,7 @@ plain number within the limits is unknown, and nothing is raised.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import orjson
 
@@ -140,3 +140,29 @@ def _number(value: object) -> int | None:
 def _product(one: object, other: object) -> int | None:
     a, b = _number(one), _number(other)
     return None if a is None or b is None else _number(a * b)
+
+
+STATE_PATH: Final = "/is_sleeping"
+
+
+def read_state(status: int, body: bytes) -> bool | None:
+    """What an engine reports of its sleep mode. Pure.
+
+    The contract is vLLM's (docs/decisions/0045): `GET /is_sleeping` returns `{"is_sleeping": bool}`. An endpoint whose
+    engine does not say so in this form is taken to be awake.
+
+    Whether an engine sleeps, by its response to `STATE_PATH`. None: it cannot say.
+    """
+    if status != 200:
+        return None
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return None
+    said = value.get("is_sleeping") if isinstance(value, dict) else None
+    return said if isinstance(said, bool) else None
+
+
+def is_silent(status: int) -> bool:
+    """Whether a response says nothing about the engine, now: it may another time. Others refuse for good."""
+    return (status >= 500 and status != 501) or status in {408, 429}

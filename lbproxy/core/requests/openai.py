@@ -16,7 +16,6 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import orjson
 
-from lbproxy.core.requests.large_json import LargeJson, load_json
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.outline import (
     MAX_DEPTH,
@@ -24,8 +23,10 @@ from lbproxy.core.requests.outline import (
     MODEL_KEY,
     PARSE_AT_ONCE_BYTES,
     STRING,
+    LargeJson,
     Outline,
     is_light,
+    load_json,
     not_an_object,
     too_deep,
 )

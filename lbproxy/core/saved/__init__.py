@@ -2,8 +2,8 @@
 """What was learned and used, as plain data that survives a restart: exported, checked and taken over again.
 
 `pieces` exports pool, endpoints and prefixes, what was used of limits and how long wakes took, as a sequence of small
-mappings; `reading` is the one place that validates such data, `restoring` gives what was learned to a new pool with its
-age, and `lines` turns pieces into lines of text and back. `core.restarts` is the owner of the rest.
+mappings; `reading` is the one place that validates such data, and reads and writes it as lines of text; `restoring`
+gives what was learned to a new pool with its age. `core.restarts` is the owner of the rest.
 
 Imported by: `control`, `endpoints`, `extras`, `processes`, `restarts`, `sim`, `sleeping`. Never: files, connections, or
 the clock.

@@ -3,15 +3,18 @@
 
 A `Reader` takes the pieces of `core.saved.pieces` one by one and raises `SavedError` at the first that is wrong. What
 it returns at the end is complete: every number is finite and within its limits, every name and reference is valid, and
-nothing is larger than its bound. A value that is wrong but possible is not found; what engines report overrules it.
+nothing is larger than its bound. A value that is wrong but possible is not found; what engines report overrules it. In
+a file each piece is a line of JSON.
 """
 
 from __future__ import annotations
 
 from binascii import Error, a2b_base64
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Final, TypeAlias, TypeVar
+
+import orjson
 
 from lbproxy.core.capacity.allowance import Use
 from lbproxy.core.capacity.bucket import SLOTS, Spent
@@ -30,6 +33,7 @@ from lbproxy.core.saved.pieces import (
     READABLE,
     VERSION,
     Durations,
+    Piece,
     is_name,
 )
 
@@ -368,3 +372,25 @@ def _list(found: object) -> list[object]:
 def _require(holds: bool, problem: str) -> None:
     if not holds:
         raise SavedError(problem)
+
+
+MAX_LINE_BYTES: Final = 1 << 20
+"""Lines are shorter than 100 KB, unless an endpoint has a thousand adapters with long names."""
+
+
+def encode(piece: Piece) -> bytes:
+    return orjson.dumps(piece, option=orjson.OPT_APPEND_NEWLINE)
+
+
+def read_lines(lines: Iterable[bytes]) -> Saved:
+    """Validate data. Raises SavedError."""
+    reader = Reader()
+    for line in lines:
+        if len(line) > MAX_LINE_BYTES:
+            raise SavedError("a line is too long")
+        try:
+            piece = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            raise SavedError("it is damaged, or not a state file of lbproxy") from None
+        reader.take(piece)
+    return reader.done()

@@ -26,8 +26,7 @@ from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.scaling.capacity import Load, endpoints_for
 from lbproxy.core.scaling.demand import Demand
 from lbproxy.core.scaling.gauges import gauges_of, used_tokens
-from lbproxy.core.scaling.offered import total
-from lbproxy.core.scaling.readings import Readings
+from lbproxy.core.scaling.readings import Readings, total
 
 TARGET_SHARE: Final = 0.25
 """Of the target, at least, is for waiting: prompts whose prefill takes longer than the target are late on any number

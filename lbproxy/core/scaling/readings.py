@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The load and the capacity of one group of models, for the formula in `capacity`.
+"""The load and the capacity of one group of models, for the formula in `capacity`: what clients ask of it (`Offered`),
+and how long a step of its engines takes (`Steps`).
 
 Models that stand on the same endpoints are one group: their demand is met by the same machines. Of the time to prefill
 a token the least is remembered: whatever else goes on makes it seem longer, and nothing makes it seem shorter.
@@ -7,15 +8,14 @@ a token the least is remembered: whatever else goes on makes it seem longer, and
 
 from __future__ import annotations
 
-from math import inf
-from typing import Final
+from collections.abc import Iterable
+from math import exp, inf, sqrt
+from typing import Final, NamedTuple
 
 from lbproxy.core.knowledge.speed import MANY_TOKENS
 from lbproxy.core.scaling.capacity import Capacity, Load
+from lbproxy.core.scaling.demand import ModelDemand
 from lbproxy.core.scaling.gauges import MeanGauges
-from lbproxy.core.scaling.offered import QUICK_S, Counts, Offered, growth
-from lbproxy.core.scaling.steps import Steps
-from lbproxy.core.scaling.trends import Least, Mean
 
 BACKLOG_S: Final = 300.0
 """Within this time requests that wait are to be served as well; shorter, and a queue that one endpoint more would have
@@ -128,3 +128,211 @@ class Readings:
         """Requests of all clients for each of ours."""
         own = self._own.value
         return min(MAX_OTHERS, max(1.0, self._running.value / own)) if own else 1.0
+
+
+LEAST_FORGETS_S: Final = 3600.0
+"""Within this time a least value may double, if the hardware is another."""
+
+
+class Mean:
+    """An exponential mean that is right from its first value on."""
+
+    __slots__ = ("_seen", "_sum", "_tau_s")
+
+    def __init__(self, tau_s: float) -> None:
+        self._tau_s = tau_s
+        self._sum = self._seen = 0.0
+
+    def add(self, value: float, for_s: float) -> None:
+        """What it was for so long."""
+        weight = 1.0 - exp(-for_s / self._tau_s)
+        self._sum += weight * (value - self._sum)
+        self._seen += weight * (1.0 - self._seen)
+
+    @property
+    def value(self) -> float:
+        """0 before the first."""
+        return self._sum / self._seen if self._seen else 0.0
+
+    @property
+    def over_s(self) -> float:
+        """About how long it is a mean of."""
+        return 2.0 * self._tau_s * self._seen
+
+
+class Least:
+    """The least of what was seen; it rises slowly."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = inf
+
+    def add(self, value: float, for_s: float) -> None:
+        self.value = min(value, self.value * (1.0 + for_s / LEAST_FORGETS_S))
+
+
+MIN_RUNNING: Final = 1.0
+"""Requests that generate at each endpoint: fewer show little of how long a step takes, and use little."""
+MIN_STARTS: Final = 60.0
+"""Requests before a load counts as the lowest."""
+LOW: Final = 1.0 / 1.5
+"""The lowest load must be that much lower to show anything."""
+LOW_FORGETS_S: Final = 86_400.0
+MIN_GROWS: Final = 0.1
+GROWS: Final = 0.3
+"""The share of a step that is assumed to grow with the requests in it until two loads have shown it."""
+MAX_PREFILL: Final = 0.8
+SURE_PREFILL: Final = 0.5
+"""With a larger share of prefill the rest shows nothing of decoding; with more than the second, little."""
+
+
+class Steps:
+    """How long a step of an engine takes, by how many requests run: learned from how many run and how many tokens come.
+
+    It is a line through two points: the present load, for which it is exact, and the lowest load of the last day. Until
+    there are two, a share of the step is assumed to grow with the requests in it.
+
+    Of the endpoints of one group, on average. Without the time that prefills take.
+    """
+
+    __slots__ = ("_low", "_low_age_s", "_now")
+
+    def __init__(self) -> None:
+        self._now, self._low = (0.0, 0.0), (inf, 0.0)
+        """Requests that run, and how long a step takes then, in seconds."""
+        self._low_age_s = 0.0
+
+    def learn(self, running: float, prefill: float, tokens: float, starts: float, for_s: float) -> None:
+        """Note that `running` requests got so many `tokens` a second of one endpoint while prefills took a share of its
+        time. `starts`: requests of which that is the mean.
+        """
+        self._low_age_s += for_s
+        if running < MIN_RUNNING or tokens < 1.0 or prefill > MAX_PREFILL:
+            return
+        self._now = (running, (1.0 - prefill) * running / tokens)
+        is_sure = prefill < SURE_PREFILL and starts >= MIN_STARTS
+        if is_sure and (running < self._low[0] or self._low_age_s > LOW_FORGETS_S):
+            self._low, self._low_age_s = self._now, 0.0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything showed it."""
+        return self._now[0] > 0.0
+
+    def line(self) -> tuple[float, float]:
+        """Seconds that a step takes with no request in it, and what each adds."""
+        (running, step_s), (low, low_s) = self._now, self._low
+        if not running:
+            return 0.0, 0.0
+        share = GROWS
+        if low < LOW * running:
+            share = (step_s - low_s) / (running - low) * running / step_s
+        more_s = min(1.0, max(MIN_GROWS, share)) * step_s / running
+        return step_s - more_s * running, more_s
+
+
+QUICK_S: Final = 20.0
+SLOW_S: Final = 120.0
+"""Time constants."""
+CERTAIN: Final = 2.0
+"""Standard errors by which the quick rate must be higher."""
+
+
+class Counts(NamedTuple):
+    """What a group's counts are at a moment: see `demand.ModelDemand`."""
+
+    arrived: int
+    arrived_bytes: int
+    placed: int
+    placed_bytes: int
+    placed_work: float
+    completed: int
+    output_tokens: int
+    streamless_tokens: int
+
+
+def total(models: Iterable[ModelDemand]) -> Counts:
+    """The counts of a group."""
+    found = list(models)
+    return Counts(
+        sum(one.arrived for one in found),
+        sum(one.arrived_bytes for one in found),
+        sum(one.placed for one in found),
+        sum(one.placed_bytes for one in found),
+        sum(one.placed_work for one in found),
+        sum(one.completed for one in found),
+        sum(one.output_tokens for one in found),
+        sum(one.streamless_tokens for one in found),
+    )
+
+
+def growth(counts: Counts, before: Counts) -> Counts | None:
+    """By how much they have grown; None: a model has left the group."""
+    change = Counts(
+        counts.arrived - before.arrived,
+        counts.arrived_bytes - before.arrived_bytes,
+        counts.placed - before.placed,
+        counts.placed_bytes - before.placed_bytes,
+        counts.placed_work - before.placed_work,
+        counts.completed - before.completed,
+        counts.output_tokens - before.output_tokens,
+        counts.streamless_tokens - before.streamless_tokens,
+    )
+    return change if min(change) >= 0 else None
+
+
+class Offered:
+    """What clients ask of one group of models: how many requests come, and how large they are.
+
+    Rates are exponential means. Two of them tell how many requests come: a slow one, and a quick one less what chance
+    explains of it, so that a rise counts as soon as it is certain. Sizes are means of the same time: those of prompts
+    as they arrive, what of them is not cached, and the length of responses, as far as requests were served.
+
+    Of one group.
+    """
+
+    def __init__(self) -> None:
+        self._quick, self._slow = Mean(QUICK_S), Mean(SLOW_S)
+        """Requests a second."""
+        self._bytes, self._placed, self._placed_bytes, self._work = (Mean(SLOW_S) for _ in range(4))
+        self._completed, self._output = Mean(SLOW_S), Mean(SLOW_S)
+
+    def add(self, change: Counts, for_s: float) -> None:
+        """Note by how much the counts have grown in this time."""
+        for mean, value in (
+            (self._quick, change.arrived),
+            (self._slow, change.arrived),
+            (self._bytes, change.arrived_bytes),
+            (self._placed, change.placed),
+            (self._placed_bytes, change.placed_bytes),
+            (self._work, change.placed_work),
+            (self._completed, change.completed),
+            (self._output, change.output_tokens),
+        ):
+            mean.add(value / for_s, for_s)
+
+    @property
+    def rate(self) -> float:
+        """Requests a second."""
+        quick = self._quick.value
+        certain = quick - CERTAIN * sqrt(quick / self._quick.over_s) if quick else 0.0
+        return max(self._slow.value, certain)
+
+    @property
+    def work(self) -> float:
+        """Tokens to prefill of each request that arrives."""
+        arrived, sent = self._slow.value, self._placed_bytes.value
+        return self._bytes.value / arrived * self._work.value / sent if arrived and sent else self.placed_work
+
+    @property
+    def placed_work(self) -> float:
+        """The same of each request that was placed: under overload the short ones are."""
+        placed = self._placed.value
+        return self._work.value / placed if placed else 0.0
+
+    @property
+    def output(self) -> float:
+        """Tokens of each response."""
+        completed = self._completed.value
+        return self._output.value / completed if completed else 0.0

@@ -2,7 +2,7 @@
 """Sockets that listen: opened, inherited, handed over to a successor, accepted from under a limit on descriptors.
 
 `listener` accepts, `deadlines` limit how long who connected may take, `bind` opens, `inherit` passes sockets on,
-`certificate` is TLS for clients, `notify` reports to systemd.
+`notify` reports to systemd.
 
 Imported by: `commands`, `control`, `processes`, `proxy`. Never: what is sent on a connection.
 """

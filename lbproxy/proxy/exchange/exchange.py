@@ -34,7 +34,6 @@ from lbproxy.core.responses.sse import find_response_id
 from lbproxy.core.responses.usage import read_usage
 from lbproxy.net.connections.h1 import ResponseHead
 from lbproxy.net.connections.pool import Connection
-from lbproxy.net.connections.retry_after import retry_after_s
 from lbproxy.proxy.exchange.exchanger import (
     LARGE_BODY_BYTES,
     Exchanger,
@@ -42,7 +41,14 @@ from lbproxy.proxy.exchange.exchanger import (
     expected_prompt_tokens,
     origin_of,
 )
-from lbproxy.proxy.exchange.failures import NO_FAILURES, AttemptFailures, is_missing, refusal_after, without_response
+from lbproxy.proxy.exchange.failures import (
+    NO_FAILURES,
+    AttemptFailures,
+    is_missing,
+    refusal_after,
+    retry_after_s,
+    without_response,
+)
 from lbproxy.proxy.exchange.relay import Client, Relay, can_continue, end_after_head, is_json, note_objects
 from lbproxy.proxy.exchange.split import FirstLeg, SplitRequest, decode_endpoint, first_leg
 from lbproxy.proxy.exchange.steps import (

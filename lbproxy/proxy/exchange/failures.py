@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The failed attempts of one request, as the next attempt and the client's error need to know them; and which of them
-an error of the endpoint is."""
+an error of the endpoint is.
+"""
 
 from __future__ import annotations
 
+import re
+import time
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import Final, NamedTuple
 
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
@@ -86,3 +91,34 @@ def refusal_after(failed: AttemptFailures, ticket: Ticket, runtime: RequestRunti
         if record.error is None and (count := runtime.count_draining(model)):
             record.error = f"no endpoint takes this request ({count} {'is' if count == 1 else 'are'} draining)"
     return refusal(ticket, record.alias or model)
+
+
+_FIELD: Final = re.compile(rb"(?im)^(retry-after|date):[ \t]*([^\r\n]{1,64}?)[ \t]*\r$")
+_SECONDS: Final = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,9})?")
+
+
+def retry_after_s(fields: bytes) -> float | None:
+    """The seconds that the field lines of a response ask for, above 0; None: none, or nothing that can be read.
+
+    How long an endpoint that refused asks to be left alone: Retry-After (RFC 9110, section 10.2.3). Pure but for the
+    clock, which a date is compared with if the response has no Date of its own.
+    """
+    found = {name.lower(): value.decode("latin-1") for name, value in _FIELD.findall(fields)}
+    asked = found.get(b"retry-after")
+    if asked is None:
+        return None
+    if _SECONDS.fullmatch(asked):
+        return float(asked) or None
+    until = _at(asked)
+    if until is None:
+        return None
+    now = _at(found.get(b"date", "")) or datetime.fromtimestamp(time.time(), UTC)
+    return max(0.0, (until - now).total_seconds()) or None
+
+
+def _at(date: str) -> datetime | None:
+    try:
+        found = parsedate_to_datetime(date)
+    except (ValueError, IndexError, OverflowError):
+        return None
+    return found if found.tzinfo is not None else found.replace(tzinfo=UTC)

@@ -19,8 +19,8 @@ from aiohttp.streams import StreamReader
 from lbproxy.config.tree import Settings
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.requests.forms import FormWalk
-from lbproxy.core.requests.large_json import LargeJson
 from lbproxy.core.requests.outcome import LbError, Outcome
+from lbproxy.core.requests.outline import LargeJson
 from lbproxy.net.connections.backlog import Backlog
 from lbproxy.proxy.front.arrivals import Holder
 from lbproxy.proxy.front.connection import ClientConnection, fail_body

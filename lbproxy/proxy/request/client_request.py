@@ -17,7 +17,7 @@ from lbproxy.core.requests.openai import Naming, Pieces
 from lbproxy.core.requests.request import MAX_TIER
 from lbproxy.net.connections.fetch import bearer
 from lbproxy.net.connections.h1 import request_head
-from lbproxy.net.dialing.below import below
+from lbproxy.net.dialing.above import below
 from lbproxy.net.dialing.origin import Origin
 from lbproxy.proxy.request.forwarding import let_out, without_credentials
 from lbproxy.proxy.request.headers import RequestFields

@@ -13,7 +13,6 @@ from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.queue.flows import FlowRules
 from lbproxy.core.requests.encodable import encodable_text
 from lbproxy.core.requests.forms import FormWalk, find_form_name, read_form_model
-from lbproxy.core.requests.large_json import LargeJson
 from lbproxy.core.requests.models import Aliases, resolve
 from lbproxy.core.requests.openai import (
     NOT_NAMED,
@@ -26,7 +25,7 @@ from lbproxy.core.requests.openai import (
     read_json_body,
 )
 from lbproxy.core.requests.outcome import LbError, Outcome
-from lbproxy.core.requests.outline import PARSE_AT_ONCE_BYTES, UNCUT_STRING_BYTES, omitted_bytes
+from lbproxy.core.requests.outline import PARSE_AT_ONCE_BYTES, UNCUT_STRING_BYTES, LargeJson, omitted_bytes
 from lbproxy.core.requests.prompt_keys import BlockKey, hash_prompt
 from lbproxy.core.requests.prompts import Flattening, Prompt
 from lbproxy.core.requests.request import WHOLE, InferenceRequest

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens at simulated servers besides jobs: balancers ask for health and metrics, faults begin and end, and requests
-of others arrive past every balancer.
+"""What happens at simulated servers besides jobs: balancers ask for health and metrics, faults begin and end, and
+requests of others arrive past every balancer.
 """
 
 from __future__ import annotations

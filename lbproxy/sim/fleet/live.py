@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a simulated fleet keeps while it runs: of a job, of a server, of a balancer, and of requests that are split between
-two servers. `cluster.py` changes them.
+"""What a simulated fleet keeps while it runs: of a job, of a server, of a balancer, and of requests that are split
+between two servers. `cluster.py` changes them.
 """
 
 from __future__ import annotations

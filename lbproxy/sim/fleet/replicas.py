@@ -16,8 +16,8 @@ from lbproxy.core.balancer import Balancer
 from lbproxy.core.replicas.batches import decode, encode
 from lbproxy.core.replicas.journal import Journal
 from lbproxy.core.replicas.peers import Peers
-from lbproxy.core.saved.lines import encode as encode_piece
-from lbproxy.core.saved.lines import read_lines
+from lbproxy.core.saved.reading import encode as encode_piece
+from lbproxy.core.saved.reading import read_lines
 from lbproxy.sim.fleet.des import EventHeap
 from lbproxy.sim.fleet.fleet import ExchangeRules
 

@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from lbproxy.control.discovery import membership
-from lbproxy.control.discovery.membership import JOINED_AT_ONCE, MAX_REST_S, REST_S, Membership
-from lbproxy.control.discovery.watch import APART_S, Watches
+from lbproxy.control.discovery.membership import APART_S, JOINED_AT_ONCE, MAX_REST_S, REST_S, Membership, Watches
 from lbproxy.core.endpoints.endpoint_set import EndpointChanges
 from lbproxy.driver.runtime import Runtime
 from tests.support.aio import run, until

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
-from lbproxy.control.discovery.watch import APART_S, AT_ONCE, Watches
+from lbproxy.control.discovery.membership import APART_S, AT_ONCE, Watches
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints.endpoint import Endpoint
 from tests.support.aio import run, until

@@ -20,7 +20,7 @@ from lbproxy.control.saving import keeper as keeping
 from lbproxy.control.saving.keeper import Keeper
 from lbproxy.control.saving.state_file import LockedError, StateFile, problem, read
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.saved.lines import read_lines
+from lbproxy.core.saved.reading import read_lines
 from tests.core.saved.test_limits_saved import balancer_of, lines_of, provider, saved_by, use, used
 from tests.core.saved.test_saved import ask, experienced, prompt
 from tests.support.aio import run, until

@@ -15,7 +15,7 @@ from lbproxy.control.sleeping import calls
 from lbproxy.control.sleeping.driver import SleepDriver
 from lbproxy.core.endpoints.credentials import ApiKey
 from lbproxy.core.endpoints.endpoint import ColdStart, SleepSpec
-from lbproxy.core.engines.sleep_mode import is_silent, read_state
+from lbproxy.core.engines.server_info import is_silent, read_state
 from lbproxy.core.sleeping.phase import Phase
 from lbproxy.core.sleeping.sleepers import Task
 from tests.control.rig import Rig, model_list, rig, running, spec

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lbproxy.control.families.endpoints import render_endpoints
-from lbproxy.control.families.kv_events import kv_families
+from lbproxy.control.families.features import kv_families
 from lbproxy.core.engines.kv_events import KvStats, Problem
 from tests.support.kv_events import published, snapshot
 

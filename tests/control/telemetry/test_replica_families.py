@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lbproxy.config.tree import LogSettings
-from lbproxy.control.families.replicas import replica_families
+from lbproxy.control.families.features import replica_families
 from lbproxy.control.telemetry.process_log import ProcessLog
 from lbproxy.control.telemetry.telemetry import Telemetry
 from lbproxy.core.replicas.shown import ReplicationFacts

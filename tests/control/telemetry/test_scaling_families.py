@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lbproxy.control.families.scaling import MAX_LABEL_CHARS, MAX_MODELS
+from lbproxy.control.families.features import MAX_LABEL_CHARS, MAX_MODELS
 from lbproxy.core.scaling.advice import ModelScaling
 from tests.control.telemetry.test_telemetry import read, seen, telemetry
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from lbproxy.core.engines.kv_sequence import SILENT_S, KvOrder, KvSequence
+from lbproxy.core.engines.kv_events import SILENT_S, KvOrder, KvSequence
 
 
 def orders(*numbers: int) -> list[KvOrder]:

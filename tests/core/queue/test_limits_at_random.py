@@ -22,7 +22,7 @@ from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage, estimated
-from lbproxy.core.saved.lines import encode, read_lines
+from lbproxy.core.saved.reading import encode, read_lines
 from tests.support.pool import spec
 from tests.support.sharing import Replica, exchange
 

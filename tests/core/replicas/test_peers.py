@@ -19,7 +19,7 @@ from lbproxy.core.replicas.journal import EVENTS_IN_BATCH
 from lbproxy.core.replicas.peers import MAX_PEERS
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import Usage
-from lbproxy.core.saved.lines import encode, read_lines
+from lbproxy.core.saved.reading import encode, read_lines
 from tests.support.compiled import interpreted
 from tests.support.pool import MODEL, bring_up, card, show_gauges, spec
 from tests.support.prompts import chained

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lbproxy.core.requests import outline as outline_module
-from lbproxy.core.requests.large_json import LargeJson, load_json
 from lbproxy.core.requests.outcome import LbError
-from lbproxy.core.requests.outline import omitted_bytes, outline
+from lbproxy.core.requests.outline import LargeJson, load_json, omitted_bytes, outline
 from lbproxy.core.requests.prompts import completion_prompt
 
 MIB = 1 << 20

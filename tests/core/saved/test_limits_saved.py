@@ -18,9 +18,8 @@ from lbproxy.core.queue.flow import Flow
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.core.restarts import MAX_ABSENT
-from lbproxy.core.saved.lines import encode, read_lines
 from lbproxy.core.saved.pieces import VERSION
-from lbproxy.core.saved.reading import MAX_FLOWS, Saved
+from lbproxy.core.saved.reading import MAX_FLOWS, Saved, encode, read_lines
 from tests.support.pool import MODEL, make_balancer, pool_of, spec
 
 WALL = 1.7e9

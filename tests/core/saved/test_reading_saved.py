@@ -13,10 +13,10 @@ import pytest
 
 from lbproxy.config.sections.flows import FlowSettings, FlowsSettings
 from lbproxy.core.capacity.allowance import Bounds
-from lbproxy.core.saved import lines, reading
-from lbproxy.core.saved.lines import encode, read_lines
+from lbproxy.core.saved import reading
+from lbproxy.core.saved import reading as lines
 from lbproxy.core.saved.pieces import VERSION, Durations
-from lbproxy.core.saved.reading import MAX_AGE_S, SavedError
+from lbproxy.core.saved.reading import MAX_AGE_S, SavedError, encode, read_lines
 from tests.core.saved.test_saved import ask, experienced, load_of, prompt, restored
 from tests.support.pool import pool_of, spec
 

@@ -15,9 +15,8 @@ from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.knowledge.load_model import LoadModel
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
-from lbproxy.core.saved.lines import encode, read_lines
 from lbproxy.core.saved.pieces import ITEMS_IN_PIECE
-from lbproxy.core.saved.reading import Saved
+from lbproxy.core.saved.reading import Saved, encode, read_lines
 from lbproxy.core.saved.restoring import CONTENTS_S, RATES_S, Restoring
 from tests.support.pool import MODEL, bring_up, make_balancer, pool_of, spec
 

@@ -8,8 +8,7 @@ from math import inf
 import pytest
 
 from lbproxy.core.scaling.gauges import MeanGauges
-from lbproxy.core.scaling.offered import Counts
-from lbproxy.core.scaling.readings import MIN_BLIND, MIN_SHOWN, SHOWN, Readings
+from lbproxy.core.scaling.readings import MIN_BLIND, MIN_SHOWN, SHOWN, Counts, Readings
 
 
 def seen(most: float, limit: float = inf, cache: float = inf, used: float = 0.0) -> float:

@@ -12,9 +12,8 @@ from lbproxy.core.endpoints.endpoint import ColdStart, EndpointSpec, SleepSpec
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.core.saved.lines import encode, read_lines
 from lbproxy.core.saved.pieces import MAX_WAKE_S, Durations
-from lbproxy.core.saved.reading import Saved
+from lbproxy.core.saved.reading import Saved, encode, read_lines
 from lbproxy.core.sleeping.phase import Phase
 from lbproxy.core.sleeping.sleepers import Task
 from tests.core.sleeping.test_sleepers import Fleet

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from lbproxy.net.connections.retry_after import retry_after_s
+from lbproxy.proxy.exchange.failures import retry_after_s
 
 DATE = "Date: Thu, 26 Nov 2026 01:00:00 GMT\r\n"
 

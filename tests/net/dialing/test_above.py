@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from lbproxy.net.dialing.above import REFERENCES, above, as_ours, may_name
-from lbproxy.net.dialing.below import below
+from lbproxy.net.dialing.above import REFERENCES, above, as_ours, below, may_name
 
 HERE = "http://gpu-1:8000"
 ADDRESS = "http://10.0.0.5:8000"

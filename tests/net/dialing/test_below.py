@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from lbproxy.net.dialing.below import below
+from lbproxy.net.dialing.above import below
 
 
 @pytest.mark.parametrize(

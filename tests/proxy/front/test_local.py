@@ -11,7 +11,7 @@ import pytest
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.net.listening.bind import bind, bind_unix
 from lbproxy.net.listening.sites import is_loopback
-from lbproxy.proxy.front.local import MAX_KNOWN, LocalRequests
+from lbproxy.proxy.front.requests import MAX_KNOWN, LocalRequests
 from lbproxy.proxy.request.keys import KeyRing
 from tests.support.aio import run
 from tests.support.endpoint import ScriptedEndpoint

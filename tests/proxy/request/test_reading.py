@@ -8,8 +8,7 @@ import json
 import pytest
 
 from lbproxy.core.observed.record import RequestRecord
-from lbproxy.core.requests.large_json import LargeJson
-from lbproxy.core.requests.outline import UNCUT_STRING_BYTES
+from lbproxy.core.requests.outline import UNCUT_STRING_BYTES, LargeJson
 from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.headers import read_request_fields

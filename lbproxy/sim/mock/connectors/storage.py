@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's ExampleConnector (once SharedStorageConnector) at the simulated server: a folder that prefills and decodes share,
-one folder in it a prompt.
+"""vLLM's ExampleConnector (once SharedStorageConnector) at the simulated server: a folder that prefills and decodes
+share, one folder in it a prompt.
 
 The folder of a prompt is made when its prefill begins, and the file `layers` in it when that ends. Who finds the folder
 takes the prompt for stored; without the file it reads what is half written. Nothing is ever deleted. A match is the

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What /metrics says of requests that are split between prefill and decode endpoints, and of these endpoints.
+"""What /metrics says of requests that were placed in a special way: split, or above the lowest tier of endpoints.
 
-Counted once per request with a first leg, as in `control.telemetry.telemetry`. Where no endpoint has a role there are
-no such families. Labels are names of endpoints and words of this module.
+Where all endpoints are of one tier and have no limits of their own there are no families of tiers. Labels are names of
+endpoints, numbers of tiers and words of the core.
 """
 
 from __future__ import annotations
@@ -19,6 +19,46 @@ from lbproxy.control.families.histogram import Histogram
 from lbproxy.core.engines.handover import Role
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.observed.snapshot import PoolSnapshot
+from lbproxy.core.queue.ticket import Overflow
+
+
+class PlacementCounts:
+    """Counts requests that were split, and those that overflowed."""
+
+    def __init__(self) -> None:
+        self._split = SplitCounts()
+        self._overflow: defaultdict[tuple[int, str], int] = defaultdict(int)
+        """Requests above tier 1, by the tier of the last attempt, and the reason."""
+
+    def count(self, record: RequestRecord) -> None:
+        """Count a request with a first leg, or that was placed above tier 1."""
+        if record.overflow is not None and record.placed_at is not None:
+            self._overflow[record.tier, record.overflow] += 1
+        if record.prefill is not None or record.first_legs:
+            self._split.count(record)
+
+    def forget_the_gone(self, names: Collection[str]) -> None:
+        self._split.forget_the_gone(names)
+
+    def families(self, pool: PoolSnapshot, placed: int) -> Iterator[Metric]:
+        """Nothing, where there is nothing special. `placed`: requests that were."""
+        yield from self._split.families(pool, placed)
+        endpoints = one_per_name(pool.endpoints)
+        tiers = sorted({one.endpoint.tier for one in endpoints})
+        if len(tiers) > 1 or self._overflow:
+            counts = {(tier, one.value): 0 for tier in tiers[1:] for one in Overflow} | self._overflow
+            text = "Requests whose last attempt was above the lowest tier that serves their model"
+            rows = [((str(tier), reason), count) for (tier, reason), count in counts.items()]
+            yield counters("overflow_requests", text, ("tier", "reason"), rows)
+            text = "Tier of the endpoint"
+            yield gauges(
+                "endpoint_tier", text, ("endpoint",), [((e.endpoint.name,), e.endpoint.tier) for e in endpoints]
+            )
+        used = [((one.endpoint.name, limit), share) for one in endpoints for limit, share in one.limits_used]
+        if used:
+            text = "Used share of each of the endpoint's own limits, 0 or more"
+            yield gauges("endpoint_limit_used_ratio", text, ("endpoint", "limit"), used)
+
 
 FIRST_LEG_BUCKETS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Seconds. A short prompt that is cached takes some 10 ms, 100,000 tokens take about 10 s."""
@@ -27,7 +67,13 @@ RESULTS: Final = ("completed", "failed", "refused")
 
 
 class SplitCounts:
-    """Counts requests with a first leg."""
+    """What /metrics says of requests that are split between prefill and decode endpoints, and of these endpoints.
+
+    Counted once per request with a first leg, as in `control.telemetry.telemetry`. Where no endpoint has a role there
+    are no such families. Labels are names of endpoints and words of this module.
+
+    Counts requests with a first leg.
+    """
 
     def __init__(self) -> None:
         self._split: defaultdict[str, int] = defaultdict(int)
