@@ -54,8 +54,6 @@ REFRESH_S: Final = 10.0
 class _Open:
     """A request with an open ticket."""
 
-    __slots__ = ("record", "settled", "stranded", "submit", "ticket")
-
     def __init__(
         self, ticket: Ticket, record: RequestRecord, submit: m.Submit, settled: Callable[[Ticket], None]
     ) -> None:

@@ -52,8 +52,6 @@ NO_BEAT: Final = m.WorkerFigures(0, 0, 0, 0.0, (), None, None, 0, 0, None, {}, 0
 class _Job:
     """A request of a worker."""
 
-    __slots__ = ("looked", "number", "record", "session", "submit", "ticket")
-
     def __init__(self, session: Session, number: int, record: RequestRecord, submit: m.Submit) -> None:
         self.session = session
         self.number = number

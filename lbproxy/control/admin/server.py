@@ -70,7 +70,6 @@ class _Page:
         self._number = 0
         """The number of the page that was made."""
         self._begun = 0
-        """How many pages were begun."""
         self._next_at = 0.0
         """When one may be begun."""
         self._asking = 0

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 class Histogram:
     """Counts of values by bucket."""
 
-    __slots__ = ("bounds", "counts", "total")
-
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
         self.counts = [0] * (len(bounds) + 1)

@@ -47,8 +47,6 @@ _CODES_SHOWN: Final = frozenset(map(int, HTTPStatus)) | {one.value.status for on
 class _RouteTimes:
     """The histograms of one route."""
 
-    __slots__ = ("duration", "non_streaming", "streaming")
-
     def __init__(self) -> None:
         self.duration = Histogram(DURATION_BUCKETS)
         self.streaming = Histogram(FIRST_BYTE_BUCKETS)
@@ -59,8 +57,6 @@ class _RouteTimes:
 
 class _Kind:
     """Requests that are counted in the same series."""
-
-    __slots__ = ("count", "endpoint", "label", "outcome", "placed", "route", "status", "times")
 
     def __init__(
         self, route: str, outcome: str, status: int, endpoint: str | None, label: str | None, times: _RouteTimes
@@ -76,8 +72,6 @@ class _Kind:
 
 class _Series:
     """Requests by labels, but for those still in `_kinds`."""
-
-    __slots__ = ("by_endpoint", "by_model", "by_route")
 
     def __init__(self) -> None:
         self.by_route: defaultdict[tuple[str, str, int], int] = defaultdict(int)
@@ -249,7 +243,6 @@ class RequestCounts:
         yield counters("model_requests", text, ("model", "outcome"), self._series.by_model.items())
 
     def by_endpoint(self) -> Iterator[Metric]:
-        """Those by endpoint."""
         self._add_up()
         text = "Requests that ended, by the endpoint of their last attempt"
         yield counters("endpoint_requests", text, ("endpoint", "outcome"), self._series.by_endpoint.items())

@@ -71,7 +71,6 @@ class Journal:
         self._uses: deque[tuple[str, Use]] = deque()
         """What was used of endpoints' limits at a reset, as far as it still has to be told."""
         self._told: dict[str, FlowUse] = {}
-        """What was told of each flow."""
         self.reset_due = True
         """Somebody missed something, or nobody heard anything yet."""
         self._asks: set[str] = set()

@@ -52,8 +52,6 @@ class Prompt(NamedTuple):
 class _Pieces:
     """The flattened pieces so far, within the limits."""
 
-    __slots__ = ("media_tokens", "parts", "room")
-
     def __init__(self) -> None:
         self.parts: list[bytes] = []
         self.room = MAX_PROMPT_BYTES
@@ -106,7 +104,6 @@ class Flattening:
         return False
 
     def prompt(self) -> Prompt:
-        """The prompt that was flattened so far."""
         return self._pieces.prompt()
 
 

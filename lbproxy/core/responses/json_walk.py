@@ -33,8 +33,6 @@ _OPENING: Final = frozenset((b"{", b"[", b'"'))
 class JsonWalk:
     """One text; or one line of an event stream, with its `data:`."""
 
-    __slots__ = ("_carried", "_head", "_in_string", "_key", "_name", "_room", "depth", "value")
-
     def __init__(self, name: bytes) -> None:
         """`name`: of the member, without characters that JSON or a regular expression escapes."""
         self._name = b'"' + name + b'"'

@@ -73,24 +73,6 @@ _LINE_FEED: Final = b"\n"
 class EventScanner:
     """Scans the payload of one SSE response, which it gets in order, in pieces of any size."""
 
-    __slots__ = (
-        "_carried",
-        "_end",
-        "_envelope",
-        "_has_data",
-        "_line",
-        "_overlap",
-        "_skip_preamble",
-        "_span",
-        "_usage",
-        "at_boundary",
-        "events",
-        "has_content",
-        "is_opaque",
-        "preamble_events",
-        "text_bytes",
-    )
-
     def __init__(
         self,
         *,
@@ -303,8 +285,6 @@ def _size(text: object) -> int:
 class StreamEnd:
     """Finds out from the lines of a stream whether it is over, and what the last events of engines' own APIs say."""
 
-    __slots__ = ("_done", "_known", "_last", "_name", "_open", "_over", "_total", "_trusts", "_unknown")
-
     def __init__(self, *, trusts: bool = False) -> None:
         """`trusts`: a stream of no kind whose end is known is over when it has an event."""
         self._trusts = trusts
@@ -392,8 +372,6 @@ class StreamEnd:
 class BodyScanner:
     """Scans the payload of one JSON response that is no stream, which it gets in order, in pieces of any size."""
 
-    __slots__ = ("_native", "_pieces", "_walk", "shows", "size")
-
     def __init__(self, *, native: bool = False, shows: bool = False) -> None:
         """`native`: usage may be in an engine's own API. `shows`: it may show objects."""
         self._walk = JsonWalk(b"usage")
@@ -451,8 +429,6 @@ def find_response_id(head: bytes) -> str | None:
 
 class IdScanner:
     """Finds the id under which a response may be stored."""
-
-    __slots__ = ("_head", "done")
 
     def __init__(self) -> None:
         self._head = b""

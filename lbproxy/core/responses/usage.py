@@ -165,8 +165,6 @@ def read_native(said: dict[str, Any]) -> Usage | None:
 class StreamUsage:
     """The usage of an event stream, from those of its lines that may have one."""
 
-    __slots__ = ("_first", "_last", "_walk")
-
     def __init__(self) -> None:
         self._first: dict[str, Any] | None = None
         """The first such object, once another follows: in Anthropic's streams only the first may have the prompt."""

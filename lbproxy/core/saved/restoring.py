@@ -51,7 +51,6 @@ class Restoring:
         self.endpoints = 0
         """How many took their data."""
         self.prompts = 0
-        """How many were restored."""
         pool.restore(saved.pool, exp(-age_s / RATES_S))
 
     def joined(self, url: str, load: LoadModel, now: float) -> None:

@@ -247,7 +247,6 @@ def _sets(
         alike.setdefault(frozenset(state.models or ()), []).append(state)
     sets: dict[int, list[frozenset[str]]] = {}
     of_model: dict[str, int] = {}
-    """The set of each model."""
     for number, names in enumerate(alike):
         sets[number] = [names]
         for other in {of_model[name] for name in names if name in of_model}:

@@ -65,7 +65,6 @@ class EndpointUse(NamedTuple):
 
 
 def use_of(load: Load, capacity: Capacity, endpoints: float) -> EndpointUse:
-    """How much of each of these endpoints the load uses."""
     rate = load.rate / endpoints
     prefill = rate * load.work * capacity.prefill_s
     tokens = rate * load.output

@@ -20,17 +20,6 @@ MAX_MODELS: Final = 512
 class ModelDemand:
     """The counts of one model."""
 
-    __slots__ = (
-        "arrived",
-        "arrived_bytes",
-        "completed",
-        "output_tokens",
-        "placed",
-        "placed_bytes",
-        "placed_work",
-        "streamless_tokens",
-    )
-
     def __init__(self) -> None:
         self.arrived = 0
         """Requests."""
@@ -52,8 +41,6 @@ class ModelDemand:
 
 class Demand:
     """The counts of all models."""
-
-    __slots__ = ("models",)
 
     def __init__(self) -> None:
         self.models: dict[str, ModelDemand] = {}

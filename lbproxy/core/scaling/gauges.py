@@ -26,7 +26,6 @@ class MeanGauges(NamedTuple):
     own: float
     """Requests of this lbproxy, waiting in the engine or not."""
     most_running: float
-    """At one of them."""
     limit: float
     """Requests that one runs at once; infinite: not known."""
     cache_tokens: float

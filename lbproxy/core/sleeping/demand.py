@@ -15,8 +15,6 @@ from lbproxy.core.requests.request import InferenceRequest
 class Need:
     """Requests that wait for the same."""
 
-    __slots__ = ("avoid", "is_served", "model", "oldest_at", "uid", "wait_s", "waiting")
-
     def __init__(self, model: str | None, uid: EndpointUid | None, avoid: frozenset[EndpointUid]) -> None:
         self.model = model
         self.uid = uid

@@ -30,8 +30,6 @@ HELD: Final = frozenset({Phase.AWAKE, Phase.DRAINING, Phase.FALLING_ASLEEP, Phas
 class Forecast:
     """How long something takes, by the last times."""
 
-    __slots__ = ("_times",)
-
     def __init__(self) -> None:
         self._times: deque[float] = deque(maxlen=SAMPLES)
 

@@ -74,8 +74,6 @@ class Corked:
     ends.
     """
 
-    __slots__ = ("_cork", "_held", "_inner")
-
     def __init__(self, inner: asyncio.Transport, cork: Cork) -> None:
         self._inner = inner
         self._cork = cork

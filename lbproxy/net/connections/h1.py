@@ -85,8 +85,6 @@ class PayloadWatcher:
     A class, as a call of a Protocol's method is a look-up by name, for each event of a stream.
     """
 
-    __slots__ = ()
-
     def feed(self, data: bytes, start: int, end: int) -> None:
         """The next piece is `data[start:end]`."""
         raise NotImplementedError
@@ -94,8 +92,6 @@ class PayloadWatcher:
 
 class Framing:
     """Walks one body. A class, for the same reason."""
-
-    __slots__ = ("done",)
 
     def __init__(self, *, done: bool = False) -> None:
         self.done = done
@@ -122,8 +118,6 @@ class Framing:
 class LengthFraming(Framing):
     """A body of a known number of bytes; 0 for responses without a body."""
 
-    __slots__ = ("_left", "_watcher")
-
     def __init__(self, length: int, watcher: PayloadWatcher | None = None) -> None:
         super().__init__(done=length == 0)
         self._left = length
@@ -140,8 +134,6 @@ class LengthFraming(Framing):
 
 class CloseFraming(Framing):
     """A body that ends when the endpoint closes: a cut cannot be told from an end."""
-
-    __slots__ = ("_watcher",)
 
     def __init__(self, watcher: PayloadWatcher | None = None) -> None:
         super().__init__()
@@ -163,17 +155,6 @@ class CloseFraming(Framing):
 
 class ChunkedFraming(Framing):
     """A chunked body: RFC 9112, section 7.1."""
-
-    __slots__ = (
-        "_extensions_left",
-        "_in_trailer",
-        "_is_response",
-        "_left",
-        "_line",
-        "_small",
-        "_trailer_bytes",
-        "_watcher",
-    )
 
     def __init__(
         self,
@@ -332,22 +313,6 @@ class ResponseHead:
     Not a NamedTuple: compiled, making one would take ten times as long, and each look at it five times.
     """
 
-    __slots__ = (
-        "announced",
-        "chunked",
-        "content_type",
-        "encoded",
-        "end_to_end",
-        "http10",
-        "keep_alive",
-        "length",
-        "load_report",
-        "may_name",
-        "reason",
-        "refers",
-        "status",
-    )
-
     def __init__(
         self, fixed: _FixedHead, *, keep_alive: bool, chunked: bool, length: int | None, announced: bytes | None
     ) -> None:
@@ -420,8 +385,6 @@ class LengthSplitter:
     fifth of the time of splitting it.
     """
 
-    __slots__ = ("_after", "_before", "_rest")
-
     def __init__(self) -> None:
         self._before, self._after, self._rest = b"", _CRLF, b""
         """The last head up to the value and from its end on, and without the line."""
@@ -456,21 +419,6 @@ _RESPONSES: Final = LengthSplitter()
 
 class _FixedHead:
     """The content of a head, independent of the length of the body. Shared: it must not be changed."""
-
-    __slots__ = (
-        "announced",
-        "chunked",
-        "content_type",
-        "encoded",
-        "end_to_end",
-        "http10",
-        "keep_alive",
-        "load_report",
-        "may_name",
-        "reason",
-        "refers",
-        "status",
-    )
 
     def __init__(self, minor: int, status: int, fields: _Fields) -> None:
         kept, self.content_type, self.encoded, self.chunked, self.announced, options, report, reason = fields

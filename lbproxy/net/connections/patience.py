@@ -42,8 +42,6 @@ NO_LIMITS: Final = ClockLimits(inf, inf, inf)
 class Patience:
     """The clock of one attempt. A connection has one, for the attempts that use it one after the other."""
 
-    __slots__ = ("_began", "_left_s", "_limits", "deadline", "sent_at")
-
     def __init__(self) -> None:
         self.deadline = inf
         """When the current clock expires; inf = none runs."""

@@ -16,8 +16,6 @@ SLICE_BYTES: Final = 256 << 10
 class Upload:
     """What one connection has still to write."""
 
-    __slots__ = ("_loop", "_transport", "is_full", "pieces")
-
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._transport: Corked | None = None

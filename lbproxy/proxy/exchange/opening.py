@@ -42,8 +42,6 @@ _EMPTY_LINE: Final = re.compile(rb"\n\n|\r\n\r\n")
 class Opening:
     """What waits. Taken whole when the first of the body is sent."""
 
-    __slots__ = ("_events", "_holds", "head", "held")
-
     def __init__(self, *, holds: bool, events: int) -> None:
         """`holds`: first events are held. `events`: so many stand for no token, beside those of the preamble that the
         scanner counts.
@@ -83,7 +81,6 @@ class Opening:
         return head
 
     def take(self) -> bytes:
-        """All of it."""
         data, self.held = self.take_head() + self.held, b""
         return data
 

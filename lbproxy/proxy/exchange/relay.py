@@ -130,30 +130,6 @@ NEXT_STAGES: Final = {
 class Relay(PayloadWatcher):
     """One response: the net.connections.pool.Receiver of its body."""
 
-    __slots__ = (
-        "_body",
-        "_chunked",
-        "_connection",
-        "_content_began",
-        "_head",
-        "_head_timer",
-        "_ids",
-        "_judges_end",
-        "_opening",
-        "_owner",
-        "_progress_at",
-        "_progressed",
-        "_record",
-        "_runtime",
-        "_scanner",
-        "_ticket",
-        "_transport",
-        "_verbatim",
-        "client_reusable",
-        "revocable",
-        "stage",
-        "timed_out",
-    )
     switches = False
 
     def __init__(

@@ -217,8 +217,6 @@ class _Ids:
     could be guessed, or sent again, might end another client's request, or the engine.
     """
 
-    __slots__ = ("_at", "_digits", "instance")
-
     def __init__(self) -> None:
         self.instance = secrets.token_hex(6)
         """Names this process in Via. It is no part of an id: servers are told it."""

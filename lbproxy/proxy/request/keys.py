@@ -35,7 +35,6 @@ class KeyRing:
         self._names = dict(names)
 
     def __len__(self) -> int:
-        """How many there are."""
         return len(self._names)
 
     def name_of(self, credentials: bytes) -> str:

@@ -183,7 +183,6 @@ class Wire:
         self._transport.write(data)
 
     async def drip(self, data: bytes, every_s: float) -> None:
-        """Byte by byte."""
         for n in range(len(data)):
             self._transport.write(data[n : n + 1])
             await asyncio.sleep(every_s)

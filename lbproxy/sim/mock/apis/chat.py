@@ -81,7 +81,6 @@ def chat_prompt(fields: Json) -> tuple[bytes, Forced | None]:
 
 
 def read_messages(messages: object) -> Turns:
-    """The turns of chat messages."""
     if not isinstance(messages, list):
         raise invalid("list_type", "body.messages", "Input should be a valid list", shown(messages))
     turns = Turns()

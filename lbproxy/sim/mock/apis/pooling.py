@@ -125,7 +125,6 @@ def _text(one: object, name: str) -> bytes:
 
 
 def response_body(identity: Identity, call: PoolingCall, choices: Sequence[PlannedChoice]) -> bytes:
-    """The body for any of these calls."""
     tokens = prompt_tokens_of(choices)
     used: Json = {"prompt_tokens": tokens, "total_tokens": tokens}
     if call.kind == "rerank":
@@ -182,7 +181,6 @@ def parse_tokenize(fields: Json) -> tuple[str | None, bytes, bool]:
 
 
 def tokenize_body(text: bytes, max_model_len: int, *, with_strings: bool) -> bytes:
-    """The body of /tokenize."""
     ids = to_token_ids(text)
     strings = None
     if with_strings:

@@ -209,7 +209,6 @@ async def fields_of(request: web.Request) -> Json:
 
 
 def json_response(body: bytes, status: int = 200) -> web.Response:
-    """A response of JSON."""
     return web.Response(body=body, status=status, content_type="application/json")
 
 

@@ -22,7 +22,6 @@ class RequestHandlers:
         self._desk = desk
 
     def routes(self) -> list[web.RouteDef]:
-        """All of them."""
         return [
             *(web.post(path, partial(self._texts, kind=kind)) for path, kind in _TEXTS.items()),
             *(web.post(path, self._score) for path in ("/score", "/v1/score")),

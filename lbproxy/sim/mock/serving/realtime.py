@@ -29,7 +29,6 @@ class Realtime:
         self._desk = desk
 
     def routes(self) -> list[web.RouteDef]:
-        """The one that there is."""
         return [web.get("/v1/realtime", self._serve, allow_head=False)]
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:

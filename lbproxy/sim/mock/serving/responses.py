@@ -41,7 +41,6 @@ class KeptResponse:
 
     @property
     def status(self) -> str:
-        """How far it is."""
         if self.is_cancelled:
             return "cancelled"
         if not self.flight.left:
@@ -49,12 +48,10 @@ class KeptResponse:
         return "in_progress" if self.flight.begun else "queued"
 
     def body(self) -> bytes:
-        """As it is now."""
         body = self.writer.body(self.flight.choices[0], self.status, self.flight.cached_tokens)
         return responses.body_bytes(body)
 
     def turns(self) -> tuple[ConversationTurn, ...]:
-        """The conversation so far."""
         return self.request.remembered(self.flight.choices[0])
 
 
