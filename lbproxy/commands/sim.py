@@ -208,7 +208,7 @@ def serve(run: Run) -> list[Served]:
 
 
 SEEDS_APART = 1_000_003
-"""Between the seeds of one client and the next."""
+"""The seeds of two clients in a row differ by this."""
 
 
 def workload_of(run: Run) -> Workload:

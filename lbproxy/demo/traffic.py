@@ -60,7 +60,7 @@ class Row:
     share: float
     in_flight: int
     gap_ms: float | None
-    """Between two tokens there, as lbproxy has learned; None = it has not yet, or it takes no requests."""
+    """Time between two tokens there, as lbproxy has learned; None = it has not yet, or it takes no requests."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from lbproxy.core.endpoints.endpoint import EndpointUid
 LOOK_S: Final = 2.0
 """What a request waits at most for endpoints to say whether they have its model."""
 LOOK_AGAIN_S: Final = 5.0
-"""Between two such looks, whichever models are asked for."""
+"""The least time between two looks, whichever models are asked for."""
 
 
 class ModelReader(Protocol):

@@ -42,9 +42,9 @@ from lbproxy.extras.kv_sockets import KvDisconnectedError, KvSocketError, ZmqSoc
 logger = logging.getLogger("lbproxy")
 
 LOG_EVERY_S: Final = 60.0
-"""Between two lines about the same kind of problem of one endpoint."""
+"""The least time between two lines about the same kind of problem of one endpoint."""
 OPEN_FIRST_S, OPEN_MAX_S = 0.5, 10.0
-"""Between two attempts to open a socket: a predecessor may still be bound."""
+"""Pauses between attempts to open a socket: a predecessor may still be bound."""
 REPLAY_S: Final = 10.0
 """For a whole replay: 10,000 messages, what vLLM keeps, take 5 s at the pace of all readers."""
 REPLAY_SILENT_S: Final = 1.5

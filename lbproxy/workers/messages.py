@@ -183,7 +183,7 @@ class StillRunning(Message, tag=11):
     url: str
     began: bool
     told_tokens: int | None
-    """Of its response, those that a balancer process was told; None: none knew of the request."""
+    """Tokens of its response that a balancer process was told; None: none knew of the request."""
 
 
 class DoubtModels(Message, tag=12):

@@ -17,7 +17,7 @@ from lbproxy.config.text import is_secret, join, one_line
 from lbproxy.config.tree import Settings
 
 MAX_CHANGES: Final = 200
-"""Of a file that may list a thousand endpoints."""
+"""Changes that are listed: a file may have a thousand endpoints."""
 
 
 class ReloadResult(NamedTuple):

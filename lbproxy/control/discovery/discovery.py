@@ -50,7 +50,7 @@ FIRST_RETRY_S = 1.0
 TARGETS_AT_ONCE = 16
 """Targets of an SRV name whose addresses are asked for at the same time."""
 LOOK_S = 0.5
-"""Between two looks at a file of endpoints. A look is one stat, in a thread."""
+"""A file of endpoints is looked at so often. A look is one stat, in a thread."""
 MAX_FILE_BYTES = 1 << 20
 MAX_HOSTS_CHARS = 4 << 20
 HOSTS = Path("/etc/hosts")
@@ -160,7 +160,7 @@ class EndpointFile:
     seen: tuple[int, ...] | None = None
     """What told the file that the last look saw from others; None: there was none."""
     read: tuple[int, ...] | None = None
-    """The same of the one that was read last."""
+    """What told the file that was read last from others."""
 
     def note(self, result: str, problem: str | None) -> None:
         """One version was read."""

@@ -64,7 +64,7 @@ class KnownName:
         self.members: list[NameMember] = []
         """The endpoints that it leads to, in this order. Replaced, not changed."""
         self._empties = 0
-        """In a row."""
+        """Answers in a row that had no usable address."""
         self.results: dict[str, int] = {}
         """Resolutions by result: a word of `control.discovery.resolver`. `ok` if one family brought addresses."""
         self.found = 0
@@ -149,7 +149,7 @@ class KnownService:
         self._names: dict[tuple[str, int], KnownName] = {}
         """What is believed of each target, by it and its port."""
         self._empties = 0
-        """In a row."""
+        """Answers in a row that had no usable address."""
         self.members: list[NameMember] = []
         """The endpoints: distinct, by priority, target, port and address; at most MAX_ENDPOINTS."""
         self.results: dict[str, int] = {}

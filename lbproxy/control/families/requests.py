@@ -52,7 +52,7 @@ class _RouteTimes:
         self.streaming = Histogram(FIRST_BYTE_BUCKETS)
         """Times to the first byte, where a stream was wanted."""
         self.non_streaming = Histogram(FIRST_BYTE_BUCKETS)
-        """Of others: the first byte of a non-streaming response is its end."""
+        """Times to the first byte where no stream was wanted: it is the end of the response."""
 
 
 class _Kind:
@@ -100,7 +100,7 @@ class RequestCounts:
         self._tokens = [0, 0]
         """Tokens of prompts and of responses."""
         self._cached_tokens = [0.0, 0.0]
-        """Of prompts, as expected and as endpoints said, over the responses that say."""
+        """Cached tokens of prompts, as expected and as endpoints said, over the responses that say."""
         self._request_bytes = 0
         self._response_bytes = 0
         self._failed: defaultdict[tuple[str, str], int] = defaultdict(int)

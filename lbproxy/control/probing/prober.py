@@ -47,7 +47,7 @@ JITTER = 0.1
 """Intervals vary by this share both ways, so that many probers do not come to act in step."""
 MAX_MODELS_LOGGED = 20
 DOUBT_S = 0.5
-"""Between two questions for models that somebody doubts."""
+"""The least time between two questions for models that somebody doubts."""
 
 
 class HealthAnswer(NamedTuple):

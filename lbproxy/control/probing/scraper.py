@@ -49,9 +49,9 @@ from lbproxy.net.dialing.origin import Origin
 logger = logging.getLogger("lbproxy")
 
 SLOW_INTERVAL_S = 5.0
-"""Between scrapes that are not expected to succeed."""
+"""The interval of scrapes that are not expected to succeed."""
 FAILURES_UNTIL_SLOW = 10
-"""In a row. At the default interval that is 2 s: a server that restarts or is overloaded is not slowed down for."""
+"""Failed scrapes in a row. At the default interval that is 2 s: a restart or an overload is not slowed down for."""
 MAX_SCRAPES_PER_S = 500.0
 """Of all endpoints together, as long as gauges do not grow stale over it: 100 endpoints every 200 ms, about an eighth
 of a core (benchmarks/scrape.py)."""
@@ -59,9 +59,9 @@ IDLE_FACTOR = 2.5
 """An endpoint that showed no request at all is asked so many times less often."""
 
 READING_SHARE = 0.02
-"""Of a processor, for reading one endpoint's pages: one that takes 10 ms is read every half second; vLLM's takes .1."""
+"""Share of a processor for one endpoint's pages: one that takes 10 ms is read every half second; vLLM's takes .1."""
 PAGES_AGREE = 3
-"""In a row, before another number of ranks is believed; the first page of all is at once."""
+"""Pages in a row that show another number of ranks before it is believed; the first page of all is at once."""
 
 RANKS = "ranks"
 """Stands among the signals that were logged as missing."""
@@ -237,7 +237,7 @@ class Scraper:
         self._idle = False
         """The last good scrape showed no request."""
         self._failures = 0
-        """In a row."""
+        """Failed scrapes in a row."""
         self._in_vain = False
         """The last scrape was answered, but by nothing that a known engine would say."""
         self._good_at: float | None = None

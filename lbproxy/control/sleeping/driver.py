@@ -27,13 +27,13 @@ from lbproxy.net.connections.pool import ConnectionPool
 logger = logging.getLogger("lbproxy")
 
 TICK_S: Final = 0.1
-"""Between two decisions: what a wake takes longer for the first request."""
+"""The interval of decisions: so much longer takes a wake for the first request."""
 REST_S: Final = 1.0
-"""The same where no endpoint may sleep."""
+"""The interval of decisions where no endpoint may sleep."""
 POLL_S: Final = 1.0
-"""Between two questions to a server whether it sleeps: somebody else may wake it, or put it to sleep."""
+"""A server is asked so often whether it sleeps: somebody else may wake it, or put it to sleep."""
 POLL_UNKNOWN_S: Final = 0.2
-"""The same while that is not known: requests wait for the first answer."""
+"""A server is asked so often while it is not known: requests wait for the first answer."""
 JITTER: Final = 0.1
 WAKE_BUCKETS: Final = (0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 600.0)
 MAX_COUNTS: Final = 4096

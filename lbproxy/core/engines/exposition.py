@@ -34,9 +34,9 @@ MAX_SAMPLES = 4096
 MAX_LABELS = 128
 """Labels of one series; `vllm:cache_config_info` has 37."""
 MAX_PARSED_BYTES = 128 * 1024
-"""Of all wanted lines of a page, without labels that were known. 64 ranks have 105 KB; the worst case takes 10 ms."""
+"""All wanted lines of a page, without labels that were known. 64 ranks have 105 KB; the worst case takes 10 ms."""
 MAX_KNOWN_CHARS = 64 * 1024
-"""Of the labels that are kept between pages, for each endpoint. vLLM's have 2 KB, or 50 KB with 32 ranks."""
+"""The labels that are kept between pages, for each endpoint. vLLM's have 2 KB, or 50 KB with 32 ranks."""
 
 Labels: TypeAlias = Mapping[str, str]
 

@@ -45,7 +45,7 @@ class Handover(NamedTuple):
     connector: str | None = None
     """One of `CONNECTORS`; None: none, or not known."""
     bootstrap_port: int = BOOTSTRAP_PORT
-    """Of a prefill endpoint with a concurrent connector: where decode endpoints find it, on its own host."""
+    """Where decode endpoints find a prefill endpoint with a concurrent connector, on its own host."""
 
     @property
     def how(self) -> Connector | None:

@@ -71,7 +71,7 @@ class PageReading:
     missing: tuple[str, ...]
     """Those of `SIGNALS`, in their order, that the table has and the page did not have; then perhaps `MAX_LORA`."""
     ranks: tuple[LoadMetrics, ...] = ()
-    """The same of each data-parallel rank alone, if there are several, in the order of their labels."""
+    """The metrics of each data-parallel rank alone, if there are several, in the order of their labels."""
 
 
 class PageReader:

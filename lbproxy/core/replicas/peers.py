@@ -48,7 +48,7 @@ MAX_PEERS: Final = 32
 MAX_IN_FLIGHT: Final = 50_000
 """Requests of one replica."""
 ASK_AGAIN_S: Final = 1.0
-"""Between two requests for a reset."""
+"""The least time between two requests for a reset."""
 MAX_AGE_S: Final = 1.0
 """An event that is older took place before we were told of the request: models learn nothing from its time."""
 

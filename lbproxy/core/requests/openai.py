@@ -174,7 +174,7 @@ class Naming(NamedTuple):
 
 
 NOT_NAMED: Final = Naming(())
-"""Of an outlined body with a `model` that is too long, which cannot be replaced."""
+"""An outlined body has a `model` that is too long, and cannot be replaced."""
 
 
 def find_names(body: bytes, outline: Outline | None = None) -> Naming:

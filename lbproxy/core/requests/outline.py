@@ -60,12 +60,12 @@ MAX_QUICK_COMMAS = 80_000
 """Also in strings, of a body whose long list is cut without an outline: each may be an element of 100 ns. 4 MB of a
 coding agent have 55,000."""
 MAX_QUICK_ELEMENTS: Final = 4000
-"""Of the list, 1 µs each."""
+"""Elements of the list, 1 µs each."""
 MAX_QUICK_COST: Final = 4 << 20
-"""Of one of its segments: what orjson refuses of it, the standard library may parse."""
+"""The most that a segment may cost: what orjson refuses of it, the standard library may parse."""
 QUICK_SEGMENT_BYTES = 512 << 10
 SEGMENT_COST = 500_000
-"""Of what is parsed at once, where the text can be cut."""
+"""What is parsed at once costs so much, where the text can be cut."""
 COSTS = ((b":", 140), (b"[", 105), (b"{", 75), (b",", 20))
 """What each costs in addition to its byte, in bytes of text: a key, a list, an object, one more value."""
 _NO_STRUCTURE: Final = bytes(set(range(256)) - set(b":[{,"))

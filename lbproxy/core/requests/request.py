@@ -19,7 +19,7 @@ DECODE: Final = 2
 MAX_TIER: Final = 9
 """The highest tier of endpoints."""
 BYTES_PER_TOKEN: Final = 4.0
-"""Of text in English: what counts where nothing was learned, or what was learned cannot be used."""
+"""English text: what counts where nothing was learned, or what was learned cannot be used."""
 
 
 class InferenceRequest(NamedTuple):

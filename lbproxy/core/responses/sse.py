@@ -88,7 +88,7 @@ class EventScanner:
         self.events = 0
         """Events with data that began so far. Comments do not count: vLLM sends some before there is any token."""
         self.preamble_events = 0
-        """Those of them, at the beginning, that stand for no token. Counted with `skip_preamble` only."""
+        """Events at the beginning that stand for no token. Counted with `skip_preamble` only."""
         self.has_content = False
         """At least one event is not part of the preamble; or `is_opaque`."""
         self.is_opaque = False

@@ -170,7 +170,7 @@ class StreamUsage:
         """The first such object, once another follows: in Anthropic's streams only the first may have the prompt."""
         self._last: dict[str, Any] | None = None
         self._walk: JsonWalk | None = None
-        """Of the line that the last piece began."""
+        """The walk of the line that the last piece began."""
 
     def feed(self, data: bytes, start: int, end: int) -> None:
         if self._walk is not None:

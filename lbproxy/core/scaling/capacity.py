@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 MAX_ENDPOINTS: Final = 1000
 """More are never recommended."""
 MAX_SHARE: Final = 0.95
-"""Of prefill, of decode and of slots: what is learned is not more exact than that, and a queue without end follows."""
+"""The most of prefill, decode and slots that is used: what is learned is not exact, and a queue without end follows."""
 LATE: Final = 0.05
 """The share of requests that may wait longer than the target."""
 

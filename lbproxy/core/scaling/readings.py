@@ -29,7 +29,7 @@ MIN_SHOWN: Final = 16.0
 MIN_BLIND: Final = 4.0
 """The least that counts as shown: with the size of the KV cache known, and without."""
 USABLE_CACHE: Final = 0.93
-"""Of the KV cache, for requests that run; beyond, engines preempt (see `FULL_CACHE` in `core.capacity.slots`)."""
+"""Share of the KV cache for requests that run; beyond, engines preempt (see `FULL_CACHE` in `core.capacity.slots`)."""
 MAX_OTHERS: Final = 10.0
 """Times our own requests: as many of other clients count at most."""
 

@@ -50,7 +50,7 @@ LATE_FACTOR: Final = 3.0
 SCALE_S: Final = 2.0
 """The least wait for which one more server is woken."""
 SCALE_UNKNOWN_S: Final = 10.0
-"""The same if it is not known how long a wake takes."""
+"""The least wait for one more server if it is not known how long a wake takes."""
 LOOKED_AT: Final = 50
 """Servers that are looked at in one decision, of those of which nothing is expected: 1,000 within two seconds."""
 REFUSED_S: Final = 30.0

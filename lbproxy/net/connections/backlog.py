@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 TURN_S: Final = 0.001
-"""Of a turn of the loop, and one portion more: a request takes about ten turns."""
+"""How much of a turn of the loop is used, and one portion more: a request takes about ten turns."""
 
 
 class Walker(Protocol):

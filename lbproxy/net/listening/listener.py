@@ -46,7 +46,7 @@ checks whether the peer reads, and whether it closes, too (proxy/front/linger.py
 _TLS_HANDSHAKE = b"\x16"
 """The first byte of a TLS client (RFC 8446, section 5.1); no HTTP method begins with it."""
 ADMIN_SHARE = 0.05
-"""Of the descriptors, for connections of administrators: half of what `DESCRIPTOR_SHARE`, twice, leaves."""
+"""Share of the descriptors for connections of administrators: half of what `DESCRIPTOR_SHARE`, twice, leaves."""
 CONNECTIONS, DESCRIPTORS = "connections", "descriptors"
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _ABORTED = {
@@ -104,7 +104,7 @@ class Listener:
         self._resume: asyncio.TimerHandle | None = None
         self._log_at = float("-inf")
         self._accepting: dict[asyncio.Task[None], float | None] = {}
-        """Of each connection without a protocol: since when its first byte is awaited, if it is."""
+        """Connections without a protocol, and since when the first byte of each is awaited, if it is."""
         self._tls: ssl.SSLContext | None = None
         self.batch: Callable[[bool], int] | None = None
         """How many to accept in this turn, if other processes accept from the same sockets, as the process that wakes

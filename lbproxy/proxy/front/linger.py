@@ -28,7 +28,7 @@ connection."""
 HURRY_S = 0.25
 """How long it lingers during shutdown."""
 LOOK_S = 0.25
-"""Between two checks of what it has received."""
+"""What the client has received is looked at so often."""
 _INT: Final = struct.Struct("i")
 
 

@@ -36,7 +36,7 @@ from lbproxy.proxy.request.routes import HEALTH_PATH
 LISTS_S: Final = 0.05
 """Between two looks whether the first lists of models are read."""
 ID_CHARS: Final = 24
-"""Of the id of a request whose client gives it none: 96 random bits."""
+"""The id of a request whose client gives it none: 96 random bits."""
 _DRAWN_BYTES: Final = 3072
 """For 256 of them: a call of the system costs more than all else."""
 

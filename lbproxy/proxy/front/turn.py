@@ -18,7 +18,7 @@ from lbproxy.proxy.front.overload import Overload
 from lbproxy.proxy.request.own_responses import json_head, no_content_response
 
 PIECE_BYTES: Final = 64 << 10
-"""Of a body of lbproxy itself that is written at a time; most are smaller."""
+"""A piece of a body of lbproxy itself that is written at a time; most bodies are smaller."""
 
 
 class Front(ABC):

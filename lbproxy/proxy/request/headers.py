@@ -114,11 +114,11 @@ class RequestFields:
     forward: bytes = b""
     """The field lines for the endpoint, in order, each with its CRLF, without the next three kinds."""
     forwarded: bytes = b""
-    """Those about the client and the way of its request, likewise."""
+    """The field lines about the client and the way of its request, likewise."""
     credentials: bytes = b""
     """The field lines of `CREDENTIALS`, in order, each with its CRLF."""
     trace: bytes = b""
-    """Those of `TRACE_FIELDS`, likewise."""
+    """The field lines of `TRACE_FIELDS`, likewise."""
     request_id: str | None = None
     """The client's own x-request-id, if it is valid."""
     host: bytes = b""

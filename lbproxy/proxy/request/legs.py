@@ -20,7 +20,7 @@ from lbproxy.core.requests.request import Usage
 from lbproxy.core.responses.usage import read_usage
 
 MAX_COST: Final = 4_000_000
-"""Of a body that is split (see `core.requests.outline`): it is parsed and written again at once, in some 10 ms."""
+"""The most that a split body may cost (see `core.requests.outline`): it is parsed and written at once, in 10 ms."""
 MAX_HANDOVER_BYTES: Final = 8 << 20
 """What prefill returns: 6 bytes for each block of the prompt, and one token."""
 MAX_WRITTEN_DEPTH: Final = 250

@@ -52,7 +52,7 @@ class LargeFacts(NamedTuple):
 MAX_ID_CHARS: Final = 160
 """The longest id of a stored response."""
 MAX_SEARCHED_BYTES: Final = 4 << 20
-"""Of a body that is searched for the names of ids before it is walked: 1 ms."""
+"""How much of a body is searched for the names of ids before it is walked: 1 ms."""
 _FILE_ID: Final = b'"file_id"'
 _REFERENCES: Final = frozenset({b'file_id"', b'_ids"'})
 """What names objects in a request of inference."""

@@ -39,7 +39,7 @@ from lbproxy.proxy.sockets.side import Side
 
 Arguments = TypeVarTuple("Arguments")
 PORTION_BYTES: Final = 64 << 10
-"""Of one side in a turn of the event loop: about 0.2 ms."""
+"""What is passed on of one side in a turn of the event loop: about 0.2 ms."""
 FRAME_BYTES: Final = 4 << 10
 """What a frame costs besides its payload."""
 CLOSE_S: Final = 10.0

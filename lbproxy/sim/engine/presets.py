@@ -49,7 +49,7 @@ class Preset:
     transfer_ms: float = 2.0
     """What each transfer of a prompt's KV from another engine takes: handshake, notification."""
     transfer_token_ms: float = 0.008
-    """Of such a transfer, for each token that is not cached here: 16 GB/s at 128 KB a token."""
+    """What a transfer takes for each token that is not cached here: 16 GB/s at 128 KB a token."""
     prefix_caching: bool = True
     """vLLM's `enable_prefix_caching`: whether a prompt that begins as an earlier one is computed from there on."""
     pause_s: float = 0.0

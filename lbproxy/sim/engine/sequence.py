@@ -19,7 +19,7 @@ from lbproxy.sim.engine.presets import Preset
 LEASE_S = 30.0
 """vLLM's `kv_lease_duration`: how long prefilled KV is held for a decode that has not been heard of."""
 RENEWAL_SHARE = 2 / 3
-"""Of the lease: how long a heartbeat of the decode extends it from then on. As vLLM 0.33 (nixl/base_scheduler.py)."""
+"""The share of a lease by which a heartbeat of the decode extends it. As vLLM 0.33 (nixl/base_scheduler.py)."""
 HEARTBEATS = 6
 """Heartbeats of a decode that waits, in each lease."""
 
@@ -63,7 +63,7 @@ class KvSource(Protocol):
     """From where an engine has the KV of a prompt, for one request. Its methods may not call that engine."""
 
     recompute: bool
-    """Of KV that is lost: the engine computes the prompt itself, instead of failing the request."""
+    """If the KV is lost, the engine computes the prompt itself, instead of failing the request."""
 
     @property
     def state(self) -> KvState:

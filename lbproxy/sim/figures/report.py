@@ -53,7 +53,7 @@ class Summary:
     """Waited in the balancer."""
     queue_p99: float
     adapter_loads: float = 0.0
-    """Of a thousand requests, those for which the server had to load the adapter."""
+    """Requests in a thousand for which the server had to load the adapter."""
 
 
 LOWER_IS_BETTER = frozenset(field.name for field in fields(Summary)) - {

@@ -34,7 +34,7 @@ class Share:
     """Share of all its requests whose first token came within what the client asked for; of those that asked for
     nothing, within which the response came at all."""
     tokens_share: float
-    """Of all that flows got while they sent: prompt tokens that were computed, and twice the tokens of responses."""
+    """Share of what flows got while they sent: prompt tokens that were computed, and twice the tokens of responses."""
 
 
 def by_flow(served: Sequence[Served], servers: int) -> dict[str, Share]:

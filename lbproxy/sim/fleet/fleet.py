@@ -23,7 +23,7 @@ from lbproxy.sim.workloads.workload import Job
 TOKEN_BYTES = 4
 BASE_MODEL = "sim"
 CONNECTOR = "nixl"
-"""Between servers of which some prefill and others decode."""
+"""The connector of servers of which some prefill and others decode."""
 
 
 class Reported(Enum):

@@ -49,7 +49,7 @@ class MockOptions:
     token_time: float = 0.02
     speed: float = 1.0
     seed: int = 0
-    """Of responses and of jitter. Servers with the same seed answer alike."""
+    """The seed of responses and of jitter. Servers with the same seed answer alike."""
     engine: Literal["vllm", "sglang", "llamacpp"] = "vllm"
     """Whose name its models carry, and how it describes itself; all else is vLLM's. Only vLLM shows metrics: the others
     do not unless they are told to."""

@@ -52,7 +52,7 @@ class AgentRole:
     USER: Final = "U"
     ASSISTANT: Final = "A"
     RESULT: Final = "R"
-    """Of the tool call that the response before it made; several in a row: it made so many calls."""
+    """A result of the tool call that the response before it made; several in a row: it made so many calls."""
 
 
 TOOLS_TOKENS, SYSTEM_TOKENS = 12_800, 3_200
@@ -91,12 +91,12 @@ class Coding:
     """At the same time."""
     projects: int
     turns: int
-    """Of a session, between `FEWEST_TURNS` and `MOST_TURNS`."""
+    """Turns of a usual session; all are between `FEWEST_TURNS` and `MOST_TURNS`."""
     compact_at: int
     """A prompt of more tokens is compacted."""
     tool_s: float
     person_share: float
-    """Of a session's turns: those that a person's message follows, not a tool's result."""
+    """Share of a session's turns that a person's message follows, not a tool's result."""
     person_s: float
     delegate: float
     """Share of a session's turns that start sub-agents."""
@@ -119,7 +119,7 @@ class _Agent:
     head: tuple[Piece, ...]
     """Tools, system prompt and the project's notes."""
     turns: int
-    """That are left, the one in flight included."""
+    """Turns that are left, the one in flight included."""
     parent: _Agent | None = None
     place: int = 0
     """Among its parent's sub-agents."""
@@ -128,7 +128,7 @@ class _Agent:
     roles: list[str] = field(default_factory=list)
     compacting: bool = False
     reports: list[Piece | None] = field(default_factory=list)
-    """Of its sub-agents, in the order of their start; None = still at work."""
+    """What its sub-agents reported, in the order of their start; None = still at work."""
 
     def add(self, role: str, piece: Piece) -> None:
         self.said.append(piece)

@@ -28,7 +28,7 @@ MAX_SPEECH_SECONDS = 10.0
 SPEECH_RATE = 24_000
 """Samples a second: OpenAI's speech."""
 BYTES_PER_SECOND = 32_000
-"""Of a file whose length cannot be read: 16-bit samples at 16 kHz."""
+"""A file whose length cannot be read has 16-bit samples at 16 kHz."""
 _BOUNDARY = re.compile(r'boundary="?([^";,]{1,70})', re.IGNORECASE)
 _NAME = re.compile(rb'[; ]name="([^"\r\n]*)"')
 _TRUE = ("true", "1", "yes", "on")

@@ -21,7 +21,7 @@ MAX_MEDIA = 256
 """Images and recordings in one request: each is up to 64 KiB of prompt, whatever the length of its URL."""
 THOUGHT_BEGINS = b"<think>\n"
 _ASKED_BYTES = 4096
-"""Of a user's turn, from its end: as much as a person writes. Agents put what they add before it, in tags."""
+"""How much of the end of a user's turn is what a person writes. Agents put what they add before it, in tags."""
 _TAGGED = re.compile(r"<([\w-]+)>.*?</\1>|^.*</[\w-]+>", re.DOTALL | re.ASCII)
 
 

@@ -24,7 +24,7 @@ from lbproxy.sim.mock.serving.driver import Flight
 
 MAX_STORED = 1024
 MAX_STORED_BYTES = 256 * 2**20
-"""Of conversations, roughly: what the requests had, with their prompts."""
+"""All conversations together, roughly: what the requests had, with their prompts."""
 
 
 @dataclass(slots=True)
