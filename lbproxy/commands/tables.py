@@ -148,7 +148,7 @@ def fleet(endpoints: Sequence[Fields], limit: int | None = None) -> Table:
     if with_roles:
         table.add_column("", no_wrap=True, min_width=1)
     table.add_column("health", no_wrap=True)
-    for head in ("flight", "room", "held", "wait", "run", "kv", "first B", "hit", "queue", "ms/kt", "ms/t"):
+    for head in ("flight", "room", "held", "wait", "run", "kv", "first B", "off", "hit", "queue", "ms/kt", "ms/t"):
         table.add_column(head, justify="right", no_wrap=True)
     shown = list(endpoints)
     if limit is not None and len(shown) > limit:
@@ -177,6 +177,8 @@ def _row(one: Fields, *, with_roles: bool) -> Iterator[RenderableType]:
     yield _number(one["running"])
     yield _percent(one["kv_utilization"])
     yield _number(recent.get("first_byte_ms"))
+    off = recent.get("first_byte_off")
+    yield Text("-" if off is None else f"{off:.1f}x", style="yellow" if off and not 0.5 <= off <= 2.0 else "")
     yield _percent(recent.get("hit_ratio"))
     yield _number(learned.get("wait_ms"))
     yield _number(None if speed is None else 1000.0 * speed)
@@ -221,7 +223,7 @@ LEGEND = (
     "requests/s, errors, rejected, first byte (median / 95th percentile of streams): of the last 5 s · "
     "flight: requests from lbproxy (+ from other replicas) · room: how many it runs at once, or why it is full · "
     "held: requests that wait in lbproxy for it · wait, run, kv: as the engine reports · "
-    "first B: median ms to first byte · hit: prompt tokens from its cache · queue: ms that a request waits there · "
+    "first B: median ms to first byte · off: how many times as long as predicted that took · hit: prompt tokens from its cache · queue: ms that a request waits there · "
     "ms/kt: prefill of 1,000 tokens · ms/t: from token to token of a response · P, D: prefill or decode only · "
     "-: unknown, or not learned yet"
 )
@@ -290,6 +292,8 @@ def explanation(found: Fields) -> Group:
         pieces += ["", *_decision(one, number)]
     if found["decisions"]:
         pieces += ["", _outcome(found)]
+    if lately := _lately(found):
+        pieces += [Text(lately)]
     return Group(*pieces)
 
 
@@ -376,6 +380,16 @@ def _outcome(found: Fields) -> Table:
     cached = "-" if observed["cached_tokens"] is None else f"{observed['cached_tokens']:,}"
     table.add_row(f"cached prompt tokens{of}", _number(predicted["cached_tokens"]), cached)
     return table
+
+
+def _lately(found: Fields) -> str:
+    """How right the predictions for its endpoint have been; empty if nothing was predicted."""
+    lately = found.get("lately") or {}
+    off, cached, predicted = (lately.get(name) for name in ("first_byte_off", "hit_ratio", "predicted_hit_ratio"))
+    said = [] if off is None else [f"first bytes took {off:.1f} times as long as predicted"]
+    if cached is not None and predicted is not None:
+        said.append(f"{cached:.0%} of the prompts was cached, {predicted:.0%} predicted")
+    return f"Lately at {plain(found['endpoint'])}: {'; '.join(said)}." if said else ""
 
 
 def _short(text: str, limit: int = MAX_NAME) -> str:

@@ -160,7 +160,7 @@ def test_of_too_many_those_that_need_a_look_come_first() -> None:
 
 def test_what_is_unknown_is_a_dash_and_never_0() -> None:
     unknown = endpoint("new", waiting=None, running=None, kv_utilization=None, learned=None, recent=None, in_flight=0)
-    assert drawn(fleet([unknown]))[1].split() == ["new", "up", "0", *"----------"]
+    assert drawn(fleet([unknown]))[1].split() == ["new", "up", "0", *"-----------"]
 
 
 def test_nothing_from_outside_moves_the_cursor() -> None:
@@ -217,7 +217,7 @@ def test_how_much_more_an_endpoint_takes_and_why_no_more() -> None:
     room = {"wait_ms": 1250.0, "limit": 63.7, "full_by": None, "held": 0}
     rooms = [room, room | {"full_by": "space", "held": 5}, room | {"limit": None}]
     rows = drawn(fleet([endpoint("a", learned=one) for one in rooms]))
-    assert [" ".join(row.split()[2:-8]) for row in rows[1:]] == ["3 of 64 0", "3 space 5", "3 - 0"]
+    assert [" ".join(row.split()[2:-9]) for row in rows[1:]] == ["3 of 64 0", "3 space 5", "3 - 0"]
     assert [row.split()[-3] for row in rows[1:]] == ["1,250"] * 3
 
 

@@ -95,6 +95,15 @@ _SLEEP = record(
     host=_maybe(TEXT),
 )
 
+_RECENT = record(
+    requests=COUNT,
+    failed=COUNT,
+    first_byte_ms=_maybe(NUMBER),
+    first_byte_off=_maybe(NUMBER),
+    hit_ratio=_maybe(NUMBER),
+    predicted_hit_ratio=_maybe(NUMBER),
+)
+
 _ENDPOINT = record(
     name=TEXT,
     url=TEXT,
@@ -123,7 +132,7 @@ _ENDPOINT = record(
     metrics_age_s=_maybe(NUMBER),
     models=_maybe(_list(TEXT)),
     learned=_maybe(_learned(EndpointLearned)),
-    recent=_maybe(record(requests=COUNT, failed=COUNT, first_byte_ms=_maybe(NUMBER), hit_ratio=_maybe(NUMBER))),
+    recent=_maybe(_RECENT),
     sleep=_maybe(_SLEEP),
 )
 
@@ -280,6 +289,7 @@ _EXPLAINED = _joined(
     waited=_maybe(record(because=_WAIT, meaning=TEXT, endpoint=_maybe(TEXT), full_by=_FULL_BY, wake=_maybe(_WAKE))),
     failed=_list(record(endpoint=TEXT, failure=TEXT)),
     decisions=_list(ref("Decision")),
+    lately=_maybe(_RECENT),
 )
 
 _DRAIN = record(name=TEXT, draining=FLAG, leaving=FLAG, in_flight=COUNT, awaiting_first_byte=COUNT, drained=FLAG)

@@ -11,7 +11,7 @@ import re
 import statistics
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Final, TypeAlias
 
@@ -63,6 +63,8 @@ FULL: Final[dict[str, str]] = {
 MAX_SUMMARIES: Final = 1000
 """Requests that one response lists."""
 MAX_TRANSITIONS: Final = 100
+LATEST: Final = 32
+"""Streams of an endpoint that show how right its predictions are: few enough to compute at each look."""
 
 
 class Recent:
@@ -125,11 +127,13 @@ class Recent:
             found = next((at for at, one in enumerate(known) if one.request_id == request_id), -1)
         if found < 0:
             return None
-        return _explained(known[found], time.time() - self._now(), self._now(), running=found < len(running))
+        record = known[found]
+        fields = _explained(record, time.time() - self._now(), self._now(), running=found < len(running))
+        return fields | {"lately": self.by_endpoint().get(record.endpoint or "")}
 
     def by_endpoint(self) -> dict[str, Fields]:
         """How the kept requests went on each endpoint: of those that it had last, and of those whose prompt it
-        computed.
+        computed; and how right the predictions for it were.
         """
         groups: defaultdict[str, list[RequestRecord]] = defaultdict(list)
         for record in self._kept:
@@ -143,15 +147,32 @@ class Recent:
 def _digest(name: str, records: list[RequestRecord]) -> Fields:
     """Cached tokens count where the prompt is computed; there a first leg's end is its first byte."""
     first_bytes = [took for one in records if (took := _first_byte_s(name, one)) is not None]
-    told = [_prompt(one) for one in records if (one.prefill or one.endpoint) == name]
-    known = [(prompt, cached) for prompt, cached in told if prompt and cached is not None]
-    prompts = sum(prompt for prompt, _ in known)
+    told = [(*_prompt(one), one.predicted_cached_tokens) for one in records if (one.prefill or one.endpoint) == name]
+    known = [(prompt, cached, predicted) for prompt, cached, predicted in told if prompt and cached is not None]
+    prompts = sum(prompt for prompt, *_ in known)
+    claims = [(prompt, min(predicted, prompt)) for prompt, _, predicted in known if predicted is not None]
+    claimed = sum(prompt for prompt, _ in claims)
     return {
         "requests": len(records),
         "failed": sum(one.outcome not in NO_FAULTS for one in records),
         "first_byte_ms": _ms(statistics.median(first_bytes)) if first_bytes else None,
-        "hit_ratio": round(sum(cached for _, cached in known) / prompts, 3) if prompts else None,
+        "first_byte_off": _off([one for one in records if one.endpoint == name and one.prefill is None]),
+        "hit_ratio": round(sum(cached for _, cached, _ in known) / prompts, 3) if prompts else None,
+        "predicted_hit_ratio": round(sum(cached for _, cached in claims) / claimed, 3) if claimed else None,
     }
+
+
+def _off(records: Sequence[RequestRecord]) -> float | None:
+    """How many times as long as predicted the latest streams took to their first byte, the median; None: no stream was
+    predicted.
+    """
+    ratios = []
+    for record in islice(filter(_is_timed, reversed(records)), LATEST):
+        made = record.attempt_decision
+        predicted_ms = None if made is None else made.first_byte_ms()
+        if predicted_ms:
+            ratios.append(1000.0 * (record.first_byte_at - record.placed_at) / predicted_ms)  # type: ignore[operator]
+    return round(statistics.median(ratios), 3) if ratios else None
 
 
 def _prompt(record: RequestRecord) -> tuple[int, int | None]:

@@ -146,8 +146,11 @@ class Decision:
     def first_byte_ms(self) -> float | None:
         """Predicted milliseconds until the first byte, from the decision on; None if the policy predicts nothing."""
         wanted = self.policy.first_byte_parts
-        parts = self._known_parts() if wanted else []
-        return sum(value for name, value in parts[self.chosen_index].items() if name in wanted) if parts else None
+        if not wanted or (self.parts is None and not self.costs):
+            return None
+        index = self.chosen_index
+        known = self.policy.explain(self.notes, shown=[index]) if self.parts is None else self.parts[index:]
+        return sum(value for name, value in known[0].items() if name in wanted) if known else None
 
     def shrink(self, *, in_full: bool) -> None:
         """Keep only the candidates with the lowest costs; `in_full`: with the parts of their costs."""

@@ -466,7 +466,16 @@ def test_endpoints_are_judged_by_what_they_had_last() -> None:
     recent.ended([record("e", endpoint="e2", placed_at=None)])
     clients, ours = Outcome.CLIENT_CLOSED, Outcome.CUT
     recent.ended([record("f", outcome=clients, first_byte_at=None), record("g", outcome=ours, first_byte_at=None)])
-    assert recent.by_endpoint() == {"e1": {"requests": 6, "failed": 1, "first_byte_ms": 500.0, "hit_ratio": 0.25}}
+    assert recent.by_endpoint() == {
+        "e1": {
+            "requests": 6,
+            "failed": 1,
+            "first_byte_ms": 500.0,
+            "first_byte_off": None,
+            "hit_ratio": 0.25,
+            "predicted_hit_ratio": None,
+        }
+    }
 
 
 def test_drains_are_among_the_transitions_once_each() -> None:

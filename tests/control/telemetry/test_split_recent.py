@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from math import inf
+from statistics import median
 from typing import Any
 
 import pytest
 
-from lbproxy.control.telemetry.recent import Recent
+from lbproxy.control.telemetry.recent import LATEST, Recent
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.policies.explain import MAX_SHOWN, compact
@@ -175,10 +176,30 @@ def test_endpoints_are_judged_by_the_leg_that_they_had() -> None:
     recent = Recent(10, lambda: 20.0, list)
     record = served(explaining("pd", split="always"), 8192, 1.0)
     recent.ended([record])
+    unknown = dict.fromkeys(("first_byte_off", "hit_ratio", "predicted_hit_ratio"))
     assert recent.by_endpoint() == {
-        "p1": {"requests": 1, "failed": 0, "first_byte_ms": 500.0, "hit_ratio": round(512 / 8192, 3)},
-        "d2": {"requests": 1, "failed": 0, "first_byte_ms": 750.0, "hit_ratio": None},
+        "p1": {"requests": 1, "failed": 0, "first_byte_ms": 500.0, **unknown, "hit_ratio": round(512 / 8192, 3)},
+        "d2": {"requests": 1, "failed": 0, "first_byte_ms": 750.0, **unknown},
     }
     for name in ("p1", "d2"):
         assert [one["id"] for one in recent.requests(10, endpoint=name)] == ["r"]
     assert recent.requests(10, endpoint="b3") == []
+
+
+def test_how_right_the_predictions_for_an_endpoint_were_is_said_of_each_request_there() -> None:
+    """A model that cannot be seen to be wrong is believed by whoever looks."""
+    balancer = explaining("bb", split="never")
+    recent = Recent(100, lambda: 20.0, list)
+    records = [served(balancer, 8192, float(n)) for n in range(80)]
+    for one in records:
+        one.predicted_cached_tokens = 4096.0
+    recent.ended(records)
+    there = [one for one in records if one.endpoint == records[-1].endpoint]
+    predicted_ms = [made.first_byte_ms() for one in there if (made := one.attempt_decision) is not None]
+    lately = recent.by_endpoint()[there[-1].endpoint or ""]
+    off = median(750.0 / (one or inf) for one in predicted_ms[-LATEST:])
+    assert lately["first_byte_off"] == pytest.approx(off, abs=0.001)
+    assert (lately["hit_ratio"], lately["predicted_hit_ratio"]) == (1.0, 0.5)
+    found = recent.explain("r")
+    assert found is not None
+    assert found["lately"] == lately

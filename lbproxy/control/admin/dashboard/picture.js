@@ -245,7 +245,14 @@ function* explanation(found) {
   for (const made of found.decisions) yield* decision(made, (attempt += made.second_leg ? 0 : 1));
   if (!found.decisions.length) return;
   const rows = [[found.stream ? "first byte, ms" : "first byte, ms (non-streaming: the end)", "first_byte_ms"], [`cached prompt tokens${found.observed.prompt_tokens === null ? "" : ` of ${number(found.observed.prompt_tokens)}`}`, "cached_tokens"]];
+  if (found.lately) yield node("p", { class: "dim" }, latelyOf(found));
   yield scrolled(["", "predicted", "observed"], rows.map(([head, key]) => [head, number(found.predicted[key], 1), number(found.observed[key], 1)]));
+}
+/** How right the predictions for its endpoint have been; empty if nothing was predicted. */
+function latelyOf({ endpoint, lately }) {
+  const said = lately.first_byte_off === null ? [] : [`first bytes took ${number(lately.first_byte_off, 1)} times as long as predicted`];
+  if (lately.hit_ratio !== null && lately.predicted_hit_ratio !== null) said.push(`${percent(lately.hit_ratio)} of the prompts was cached, ${percent(lately.predicted_hit_ratio)} predicted`);
+  return said.length ? `Lately at ${plain(endpoint)}: ${said.join("; ")}.` : "";
 }
 /** A candidate, or what was chosen: an endpoint, or two of which the first computes the prompt. */
 const pairOf = (one) => (one.decode_on === null ? plain(one.endpoint) : `${plain(one.endpoint)} → ${plain(one.decode_on)}`);
