@@ -223,7 +223,8 @@ LEGEND = (
     "requests/s, errors, rejected, first byte (median / 95th percentile of streams): of the last 5 s · "
     "flight: requests from lbproxy (+ from other replicas) · room: how many it runs at once, or why it is full · "
     "held: requests that wait in lbproxy for it · wait, run, kv: as the engine reports · "
-    "first B: median ms to first byte · off: how many times as long as predicted that took · hit: prompt tokens from its cache · queue: ms that a request waits there · "
+    "first B: median ms to first byte · off: how many times as long as predicted that took · "
+    "hit: prompt tokens from its cache · queue: ms that a request waits there · "
     "ms/kt: prefill of 1,000 tokens · ms/t: from token to token of a response · P, D: prefill or decode only · "
     "-: unknown, or not learned yet"
 )

@@ -16,7 +16,7 @@ from lbproxy.core.caches.cache_report import CacheReport
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
 from lbproxy.core.engines.kv_events import KvStats
 from lbproxy.driver.runtime import Runtime
-from lbproxy.extras.kv_feed import Pace
+from lbproxy.extras.kv_pace import Pace
 
 if TYPE_CHECKING:
     from lbproxy.extras.kv_feed import KvFeed

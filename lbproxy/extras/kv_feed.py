@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from math import inf
 from typing import Final
 
@@ -37,6 +35,7 @@ from lbproxy.core.engines.kv_events import (
     replay_request,
     split_batch,
 )
+from lbproxy.extras.kv_pace import Pace
 from lbproxy.extras.kv_sockets import KvDisconnectedError, KvSocketError, ZmqSocket, ZmqSockets
 
 logger = logging.getLogger("lbproxy")
@@ -268,47 +267,3 @@ class KvFeed:
             self._logged[problem] = now
             extra = {"event": "kv_events", "endpoint": self._endpoint.name, "problem": problem.value}
             logger.warning("KV events of %s: %s", self._endpoint.name, text, extra=extra)
-
-
-TURN_S: Final = 0.002
-SHARE: Final = 0.2
-
-
-class Pace:
-    """Shares the event loop between the readers of KV events and the requests: however much is published, all readers
-    together work for `TURN_S` at a time, and for `SHARE` of the time at most. What comes faster waits in the sockets,
-    whose limits make publishers drop messages; lost messages are noticed by their sequence numbers.
-
-    One for all readers of a process.
-    """
-
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
-        self._lock = asyncio.Lock()
-        self._worked_s = 0.0
-        """Since the last pause, less what was idle time since."""
-        self._at = 0.0
-
-    @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """Work on one message: one reader at a time, in the order in which they came."""
-        async with self._lock:
-            now = self._now()
-            self._worked_s = max(0.0, self._worked_s - SHARE * (now - self._at))
-            self._at = now
-            try:
-                yield
-            finally:
-                self._count()
-
-    async def spend(self) -> None:
-        """To be called often within a turn, between steps that take less than a millisecond: pauses when it is time."""
-        if self._count() > TURN_S:
-            await asyncio.sleep(self._worked_s * (1.0 / SHARE - 1.0))
-            self._worked_s, self._at = 0.0, self._now()
-
-    def _count(self) -> float:
-        now = self._now()
-        self._worked_s += now - self._at
-        self._at = now
-        return self._worked_s

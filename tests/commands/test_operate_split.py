@@ -139,7 +139,8 @@ def test_a_first_leg_that_has_not_ended_has_no_time() -> None:
 def test_how_right_the_predictions_were_is_said_where_something_was_predicted() -> None:
     said = explained(decision(), lately={"first_byte_off": 1.23, "hit_ratio": 0.3, "predicted_hit_ratio": 0.41})
     assert " ".join(said[-2:]) == (
-        "Lately at gpu-2: first bytes took 1.2 times as long as predicted; 30% of the prompts was cached, 41% predicted."
+        "Lately at gpu-2: first bytes took 1.2 times as long as predicted; "
+        "30% of the prompts was cached, 41% predicted."
     )
     nothing = {"first_byte_off": None, "hit_ratio": 0.3, "predicted_hit_ratio": None}
     assert explained(decision(), lately=nothing) == explained(decision())

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 
-from lbproxy.extras.kv_feed import SHARE, TURN_S, Pace
+from lbproxy.extras.kv_pace import SHARE, TURN_S, Pace
 from tests.support.aio import virtually
 
 STEP_S = 0.0003
