@@ -160,7 +160,7 @@ class Placing:
         if self.journal is not None:
             self.journal.ended(ticket, told, used, now, completed=outcome is Outcome.COMPLETED)
         if ticket.load is not None and ticket.placement is not None:
-            ticket.load.end(ticket.placement, usage, now)
+            ticket.load.end(ticket.placement, usage, now, completed=outcome is Outcome.COMPLETED)
             self.advice.demand.ended(ticket.placement, usage)
         self._endpoints.released(state)
         self._dispatcher.wake(state)

@@ -38,6 +38,19 @@ def test_a_burst_over_idle_endpoints_spreads_evenly_though_gauges_stand_still() 
     assert set(counts.values()) == {16}
 
 
+@pytest.mark.parametrize("outcome", [Outcome.COMPLETED, Outcome.CLIENT_CLOSED, Outcome.UPSTREAM_BROKE, Outcome.CUT])
+def test_only_a_complete_response_teaches_how_long_responses_are(outcome: Outcome) -> None:
+    """One that was cut after hours would be the length of all that follow, in prices and in `explain`."""
+    balancer, _ = pool_of(1, policy="adaptive")
+    ticket = balancer.submit(request(MODEL)._replace(stream=True, prompt_bytes=100), now=0.0)
+    balancer.first_byte(ticket, now=0.1)
+    balancer.progress(ticket, 50_000, now=9.0)
+    balancer.close(ticket, outcome, now=9.0)
+    assert ticket.load is not None
+    assert (ticket.load.pool.output_tokens > 200.0) == (outcome is Outcome.COMPLETED)
+    assert ticket.load.pool.samples.answer_tokens == (outcome is Outcome.COMPLETED)
+
+
 def test_an_endpoint_where_others_wait_gets_less() -> None:
     balancer, endpoints = pool_of(4)
     for endpoint in endpoints:

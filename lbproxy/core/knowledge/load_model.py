@@ -247,8 +247,10 @@ class LoadModel:
         if not work.pending and since < now:
             speed.learn_gap(work.context_tokens, 1000.0 * (now - since) / tokens, prefilled_ms / tokens, now)
 
-    def end(self, placement: Placement, usage: Usage | None, now: float) -> None:
-        """Note the end of the request, for any reason. Only the first call counts."""
+    def end(self, placement: Placement, usage: Usage | None, now: float, *, completed: bool = True) -> None:
+        """Note the end of the request, for any reason. Only the first call counts. One that was not `completed` says
+        nothing of how long responses are.
+        """
         if placement.ended:
             return
         placement.ended = True
@@ -276,7 +278,7 @@ class LoadModel:
                 self.restarted(inferred=True)
         if prefilled:
             self._finished(placement, output, now)
-        if output:
+        if output and completed:
             pool.output_tokens += 0.02 * (output - pool.output_tokens)
             pool.samples.answer_tokens += 1
         freed = placement.cache.unpin(placement.pinned_end)

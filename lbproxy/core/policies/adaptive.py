@@ -127,7 +127,7 @@ class Adaptive(Policy):
         home = None if request.session is None or is_second else _home(pool, request.session, prompt, block, depths)
         demanded, deepest = _copied(request, loads, depths, block)
         space, anywhere = SPACE * token_ms * pool.hit_ratio, max(0.0, prompt - max(demanded, deepest))
-        answer, stall_share, steps = (0.0, 0.0, 0.0) if is_first else (output, STALL, STEPS)
+        answer, stall_share, steps = (0.0, 0.0, 0.0) if is_first else (_length(request, output), STALL, STEPS)
         per_gap, fewest, pool_gap = DECODE * answer, 0.0 if is_second else 1.0, (pool.gap_ms, pool.gap_per_token_ms)
         waits, works, spaces = costs.copy(), costs.copy(), costs.copy() if is_first else costs  # not kept, else
         any_held, reports = context.any_held or is_first, pool.others.until >= now
@@ -241,6 +241,12 @@ class Adaptive(Policy):
     def noted_costs(self, notes: object) -> list[float]:
         """See Policy."""
         return [parts.cost for parts in _listed(cast("_Parts | None", notes))]
+
+
+def _length(request: InferenceRequest, mean: float) -> float:
+    """How many tokens its response is expected to have, where responses have `mean`: never more than it may have."""
+    limit = request.max_tokens
+    return mean if limit is None or limit > mean else float(limit)
 
 
 def _listed(last: _Parts | None) -> list[_Parts]:

@@ -284,7 +284,7 @@ class Peers:
         served = ticket.first_byte_at is not None or (completed and usage is not None)
         self._flows.ended(ticket, usage, at, served=served)
         if ticket.load is not None and ticket.placement is not None:
-            ticket.load.end(ticket.placement, usage, at)
+            ticket.load.end(ticket.placement, usage, at, completed=completed)
         self._wake(state)
 
     def _used(self, one: Used, url: str, now: float) -> None:

@@ -61,6 +61,13 @@ def test_an_idle_endpoint_costs_its_own_time() -> None:
     assert (prices.waits_ms, prices.work_tokens) == ([0.0], [2000.0])
 
 
+def test_a_response_is_not_expected_to_be_longer_than_its_limit() -> None:
+    pool, states = pool_of(1)
+    for limit, tokens in ((20, 20.0), (200, 200.0), (10_000, pool.output_tokens)):
+        prices = price(prompt(2000)._replace(max_tokens=limit), states)
+        assert prices.costs == pytest.approx([BASE + 200.0 + DECODES * tokens / 200.0])
+
+
 def test_what_is_cached_need_not_be_computed() -> None:
     _, (warm, cold) = pool_of(2)
     warm.load.end(warm.load.place(prompt(1024, [1, 2, 3, 4]), 0.0), None, 0.0)
