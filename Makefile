@@ -20,7 +20,7 @@ help:
 	@echo 'make test                everything that runs without special hardware'
 	@echo 'make test-tools          programs that some tests are skipped without, by apt-get'
 	@echo 'make test-real           real vLLM servers on CPU'
-	@echo 'make test-clients        client libraries through lbproxy'
+	@echo 'make test-clients        client libraries and coding agents through lbproxy'
 	@echo 'make chaos               every fault, with its figures: ten minutes'
 	@echo 'make soak                half an hour of random faults'
 	@echo 'make hostile             an hour of hostile clients and servers beside friendly ones'
@@ -103,7 +103,8 @@ collected: $(VENV)/.dev
 test-real: $(VENV)/.dev
 	$(BIN)/python -m tests.real
 
-# Client libraries through lbproxy before simulated servers, in environments of their own (.clients, 1 GB): docs/testing.md.
+# Client libraries and coding agents through lbproxy before simulated servers, in environments of their own (.clients, 3 GB):
+# docs/testing.md.
 test-clients: $(VENV)/.dev
 	$(BIN)/python -m tests.clients
 

@@ -23,7 +23,8 @@ HERE = Path(__file__).parent
 LOCKS = HERE / "locks"
 PROGRAMS = HERE / "programs"
 FOLDER = HERE.parent.parent / ".clients"
-NODE = "node"
+NODE, AGENTS = "node", "agents"
+"""Environments of packages from npm, by their folders in `locks/`."""
 TIMEOUT_S = 300
 
 
@@ -90,8 +91,9 @@ def prepare(say: Callable[[str], None]) -> None:
         for name in PYTHONS:
             lock = LOCKS / f"{name}.txt"
             made(FOLDER / name, lock.read_text(), partial(python_environment, name, lock), say)
-        if shutil.which("npm"):
-            made(FOLDER / NODE, (LOCKS / NODE / "package-lock.json").read_text(), node_environment, say)
+        for name in (NODE, AGENTS) if shutil.which("npm") else ():
+            lock = LOCKS / name / "package-lock.json"
+            made(FOLDER / name, lock.read_text(), partial(node_environment, name), say)
     except StepError as e:
         raise Unavailable(f"clients cannot be installed: {e}") from e
 
@@ -103,9 +105,11 @@ def python_environment(name: str, lock: Path) -> None:
     command(*uv, "pip", "install", "--quiet", "--python", python, "--require-hashes", "-r", str(lock))
 
 
-def node_environment() -> None:
-    shutil.copytree(LOCKS / NODE, FOLDER / NODE)
-    command("npm", "ci", "--no-audit", "--no-fund", "--silent", cwd=FOLDER / NODE)
+def node_environment(name: str) -> None:
+    shutil.copytree(LOCKS / name, FOLDER / name)
+    # `ci` refuses Qwen Code's lock: it has optional packages for other systems that were never published.
+    how = "install" if name == AGENTS else "ci"
+    command("npm", how, "--no-audit", "--no-fund", "--silent", cwd=FOLDER / name)
 
 
 def run(client: Client, url: str, model: str) -> Report:

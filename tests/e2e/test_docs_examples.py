@@ -43,10 +43,11 @@ ANSWERS = {
 }
 """What a test below holds against a live one: the page, and how it begins."""
 ELSEWHERE = {
-    ("agents.md", "export ANTHROPIC_BASE_URL"): "another program's; tests/proxy/exchange/test_agents_apis.py: its API",
-    ("agents.md", 'model = "MODEL"'): "another program's; tests/proxy/exchange/test_agents_apis.py: its API",
-    ("agents.md", '{\n  "provider"'): "another program's; tests/proxy/exchange/test_agents_apis.py: its API",
-    ("agents.md", "export OPENAI_API_BASE"): "another program's; tests/proxy/exchange/test_agents_apis.py: its API",
+    ("agents.md", "export ANTHROPIC_BASE_URL"): "tests/clients/test_agents.py",
+    ("agents.md", 'model = "MODEL"'): "tests/clients/test_agents.py",
+    ("agents.md", '{\n  "provider"'): "tests/clients/test_agents.py",
+    ("agents.md", "claude -p"): "tests/clients/test_agents.py: each calls its tool",
+    ("agents.md", "export OPENAI_API_BASE"): "tests/clients/test_agents.py",
     ("realtime.md", "new WebSocket"): "a browser's; tests/proxy/request/test_handshake.py: what it sends",
     ("discovery.md", '{"time"'): "tests/e2e/test_dns.py",
     ("engines.md", "# TYPE requests gauge"): "tests/test_docs_engines.py",
