@@ -38,7 +38,7 @@ COMPILED = {
         "candidates choice dispatcher failed_attempts flow flows limits overdue queue_overload stored_responses "
         "ticket waiting_queue"
     ),
-    "lbproxy/core/sleeping": "demand phase server servers sleepers",
+    "lbproxy/core/sleeping": "phase server servers sleepers",
     "lbproxy/core/scaling": "demand",
     "lbproxy/core/replicas": "journal peers",
     "lbproxy/core/observed": "record snapshot",

@@ -31,9 +31,8 @@ import orjson
 import uvloop
 from PIL import Image
 
-from lbproxy.demo.figures import of_phase
 from lbproxy.demo.fleet import DemoFleet, Fields
-from lbproxy.demo.load import DemoLoad
+from lbproxy.demo.load import DemoLoad, of_phase
 from lbproxy.demo.show import clock
 from lbproxy.demo.timeline import SLOWNESS, Act, Timeline, TimelineStep, Verb
 from lbproxy.demo.traffic import MODEL, SERVERS, mock_arguments

@@ -454,7 +454,7 @@ def _remote(args: argparse.Namespace) -> int:
 
     from lbproxy.commands import operate  # noqa: PLC0415
     from lbproxy.commands.client import AdminClient, AdminError  # noqa: PLC0415
-    from lbproxy.commands.top import top  # noqa: PLC0415
+    from lbproxy.commands.operate import top  # noqa: PLC0415
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     try:

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from lbproxy.demo.figures import Figures
+from lbproxy.demo.load import Figures
 from lbproxy.demo.traffic import Row, View
 
 BAR = 22

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from lbproxy.demo.figures import Figures, of_all, of_phase, shares
 from lbproxy.demo.fleet import DemoFleet, Fields, FleetError
-from lbproxy.demo.load import DemoLoad
+from lbproxy.demo.load import DemoLoad, Figures, of_all, of_phase, shares
 from lbproxy.demo.taken import in_options
 from lbproxy.demo.timeline import SLOWNESS, Timeline, Verb, bad_night, names
 from lbproxy.sim.workloads.mix import ADAPTERS, everyday

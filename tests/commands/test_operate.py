@@ -26,8 +26,8 @@ from rich.console import Console
 from lbproxy.commands import operate
 from lbproxy.commands.cli import _parser, main
 from lbproxy.commands.client import AdminClient, AdminError
+from lbproxy.commands.operate import picture
 from lbproxy.commands.tables import decisions, explanation, fleet, offer, replicas, summary, transitions
-from lbproxy.commands.top import picture
 from lbproxy.config import addresses
 from tests.support.process import LBPROXY, changing, lbproxy, mock
 

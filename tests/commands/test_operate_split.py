@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from lbproxy.commands.operate import picture
 from lbproxy.commands.tables import decisions, explanation, fleet
-from lbproxy.commands.top import picture
 from tests.commands.test_operate import drawn, endpoint, state
 
 

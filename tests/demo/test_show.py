@@ -7,8 +7,7 @@ import io
 
 from rich.console import Console
 
-from lbproxy.demo.figures import of_all, of_phase, shares
-from lbproxy.demo.load import Seen
+from lbproxy.demo.load import Seen, of_all, of_phase, shares
 from lbproxy.demo.show import Printed, picture, summary
 from lbproxy.demo.timeline import bad_night, names
 from lbproxy.demo.traffic import Row, View

@@ -18,9 +18,8 @@ from typing import Any
 import httpx
 import pytest
 
-from lbproxy.demo.figures import shares
 from lbproxy.demo.fleet import DemoFleet, FleetError
-from lbproxy.demo.load import DemoLoad, Seen
+from lbproxy.demo.load import DemoLoad, Seen, shares
 from lbproxy.demo.timeline import Act, Verb
 from lbproxy.demo.traffic import MODEL, mock_arguments
 from lbproxy.sim.workloads.mix import everyday

@@ -12,7 +12,7 @@ import pytest
 from lbproxy.config.sections.access import MIN_SECRET_CHARS
 from lbproxy.config.tree import MAX_ENDPOINTS
 from lbproxy.control.admin import connections as admin
-from lbproxy.control.admin.feed import MAX_VIEWERS, STALLED_S
+from lbproxy.control.admin.api import MAX_VIEWERS, STALLED_S
 from lbproxy.control.families.requests import MAX_LABEL_CHARS, MAX_MODEL_LABELS
 from lbproxy.net.listening.deadlines import LEAST_READ_RATE
 from lbproxy.net.listening.listener import HANDSHAKE_S

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from lbproxy.config.parse import parse
 from lbproxy.config.tree import Settings
-from lbproxy.control.discovery.specs import NO_CERTIFICATES, spec_of
+from lbproxy.control.discovery.discovery import NO_CERTIFICATES, spec_of
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.observed.record import RequestRecord

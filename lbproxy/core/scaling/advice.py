@@ -25,8 +25,7 @@ from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.scaling.capacity import Load, endpoints_for
 from lbproxy.core.scaling.demand import Demand
-from lbproxy.core.scaling.gauges import gauges_of, used_tokens
-from lbproxy.core.scaling.readings import Readings, total
+from lbproxy.core.scaling.readings import Readings, gauges_of, total, used_tokens
 
 TARGET_SHARE: Final = 0.25
 """Of the target, at least, is for waiting: prompts whose prefill takes longer than the target are late on any number

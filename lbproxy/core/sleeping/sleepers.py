@@ -34,10 +34,9 @@ from lbproxy.core.queue.waiting_queue import WaitingQueue
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.core.saved.pieces import Durations
-from lbproxy.core.sleeping.demand import Need, is_served, read_needs
 from lbproxy.core.sleeping.phase import Phase, SleepEvent, SleepTransition
 from lbproxy.core.sleeping.server import DOWN_FREE_S, SleepServer
-from lbproxy.core.sleeping.servers import LEAVING, RISING, Servers
+from lbproxy.core.sleeping.servers import LEAVING, RISING, Need, Servers, is_served, read_needs
 
 DRAIN_S: Final = 120.0
 """As long as the default of `drain.deadline`."""

@@ -19,8 +19,7 @@ from lbproxy.proxy.front.turn import Front, Turn
 from lbproxy.proxy.request.handshake import SWITCH, switch_problem
 from lbproxy.proxy.request.headers import client_head
 from lbproxy.proxy.sockets.server_end import ServerEnd
-from lbproxy.proxy.sockets.side import Side
-from lbproxy.proxy.sockets.socket_relay import SocketRelay
+from lbproxy.proxy.sockets.socket_relay import Side, SocketRelay
 
 Arguments = TypeVarTuple("Arguments")
 

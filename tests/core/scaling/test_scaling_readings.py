@@ -7,8 +7,7 @@ from math import inf
 
 import pytest
 
-from lbproxy.core.scaling.gauges import MeanGauges
-from lbproxy.core.scaling.readings import MIN_BLIND, MIN_SHOWN, SHOWN, Counts, Readings
+from lbproxy.core.scaling.readings import MIN_BLIND, MIN_SHOWN, SHOWN, Counts, MeanGauges, Readings
 
 
 def seen(most: float, limit: float = inf, cache: float = inf, used: float = 0.0) -> float:

@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from lbproxy.control.discovery.specs import NO_CERTIFICATES, spec_of
+from lbproxy.control.discovery.discovery import NO_CERTIFICATES, spec_of
 from lbproxy.proxy.front.requests import LISTS_S
 from tests.support.aio import run
 from tests.support.endpoint import ScriptedEndpoint, answer

@@ -5,7 +5,7 @@ from math import inf
 
 import pytest
 
-from lbproxy.sim.mock.quota import Quota, charged_tokens, duration, quota
+from lbproxy.sim.mock.serving.provider import Quota, charged_tokens, duration, quota
 
 
 def test_a_refused_request_is_not_charged_by_either_limit() -> None:
