@@ -101,7 +101,7 @@ class DataPath:
     def round(self, answers: Iterator[bytes], *, ask: bool) -> float:
         """CPU microseconds for one request."""
         for endpoint in self.endpoints:
-            self.runtime.balancer.ask_load(endpoint.uid, ask)
+            self.runtime.balancer.endpoints.ask_load(endpoint.uid, ask)
         began = time.process_time_ns()
         for answer in itertools.islice(answers, REQUESTS):
             self.client.data_received(REQUEST)

@@ -314,10 +314,6 @@ class Balancer:
         """Endpoint transitions since the driver last cleared this list, which it owns."""
         return self._judge.transitions
 
-    def may_probe_in(self, uid: EndpointUid, *, now: float) -> float:
-        """Seconds until a probe may go to an endpoint. 0 means now, and the probe is counted as sent."""
-        return self._endpoints.may_probe_in(uid, now=now)
-
     def report_health(self, uid: EndpointUid, ok: bool, reason: str, *, now: float, refused: bool = False) -> None:
         """Report the result of a probe. `refused`: no process listens there."""
         self._dispatcher.wake_all()
@@ -336,10 +332,6 @@ class Balancer:
         """Report the result of the scrape that was sent last."""
         self._endpoints.report_scrape(uid, metrics)
         self._dispatcher.wake(self._endpoints.get(uid))
-
-    def ask_load(self, uid: EndpointUid, ask: bool) -> None:
-        """Set whether requests to an endpoint ask for load reports from now on."""
-        self._endpoints.ask_load(uid, ask)
 
     def report_load(self, ticket: Ticket, report: LoadReport | None, *, now: float) -> None:
         """Report the load report that came with a placed request's response; None = it was malformed."""
@@ -403,10 +395,6 @@ class Balancer:
             state.health is Health.UP or state.in_flight > 0 or (state.metrics is not None and state.metrics.asleep)
             for state in ranks
         )
-
-    def any_up(self) -> bool:
-        """Whether any endpoint takes requests."""
-        return self._endpoints.any_up()
 
     def snapshot(self, *, now: float) -> PoolSnapshot:
         """A snapshot of the pool."""

@@ -119,10 +119,6 @@ class RequestRuntime(ABC):
         """Whether an endpoint takes requests, or may be woken for them."""
         return bool(self.serving.candidates(None) or self.serving.dormant)
 
-    def base_models(self) -> list[str]:
-        """The distinct base models that the endpoints serve."""
-        return list({card.id: None for card in self.serving.model_cards() if card.parent is None})
-
     @abstractmethod
     def members(self) -> Iterable[EndpointState]:
         """All endpoints of the set, in the order of the settings."""

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import pytest
-from lbproxy.control.discovery.specs import NO_CERTIFICATES, spec_of
 
 from lbproxy.config.parse import parse
 from lbproxy.config.publishers import read_publisher
 from lbproxy.config.text import ConfigError
+from lbproxy.control.discovery.discovery import NO_CERTIFICATES, spec_of
 
 
 def entry(more: str, url: str = "http://gpu-1:8000") -> str:

@@ -8,11 +8,11 @@ from math import inf
 from typing import Any
 
 import pytest
-from lbproxy.control.discovery.specs import NO_CERTIFICATES, MemberSpecs, spec_of
 
 from lbproxy.config.parse import json_schema, parse, parse_endpoints, without_secrets
 from lbproxy.config.sections.endpoints import EndpointSettings
 from lbproxy.config.text import ConfigError
+from lbproxy.control.discovery.discovery import NO_CERTIFICATES, MemberSpecs, spec_of
 from lbproxy.control.discovery.known_names import NameMember
 from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.core.engines.handover import CONNECTORS, Role

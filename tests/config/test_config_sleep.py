@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import pytest
-from lbproxy.control.discovery.specs import NO_CERTIFICATES, spec_of
 
 from lbproxy.config.parse import parse, without_secrets
+from lbproxy.control.discovery.discovery import NO_CERTIFICATES, spec_of
 from tests.config.reading import only_problem
 
 

@@ -402,8 +402,8 @@ def test_models_merge_with_their_unknown_fields_and_the_first_endpoints_word() -
     bring_up(balancer, [one], "a")
     balancer.report_models(two.uid, [card("a"), card("b"), card("lora", parent="a")])
     balancer.report_health(two.uid, True, "", now=0.0)
-    assert [c.id for c in balancer.endpoints.model_cards()] == ["a", "b", "lora"]
-    assert balancer.endpoints.base_models() == ["a", "b"]
+    assert [c.id for c in balancer.endpoints.serving.model_cards()] == ["a", "b", "lora"]
+    assert balancer.endpoints.serving.base_models() == ["a", "b"]
 
 
 def test_the_snapshot_tells_stale_from_fresh() -> None:

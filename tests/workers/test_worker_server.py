@@ -342,7 +342,7 @@ def test_a_load_report_reaches_the_endpoint() -> None:
     async def body() -> None:
         async with balancing(1) as it:
             worker = await it.worker()
-            it.runtime.balancer.ask_load(it.endpoints[0].uid, True)
+            it.runtime.balancer.endpoints.ask_load(it.endpoints[0].uid, True)
             await worker.says(submit(1))
             assert worker.heard(m.Placed)[0].rest == (False, True, None, 0, 0, None)
             await worker.says(m.LoadReported(1, LoadReport(3.0, 4.0, 0.5)), m.LoadReported(1, None))

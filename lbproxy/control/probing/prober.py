@@ -178,7 +178,7 @@ class Prober:
 
     async def _keep_health(self, path: str) -> None:
         while True:
-            wait_s = self._runtime.balancer.may_probe_in(self._endpoint.uid, now=self._runtime.now())
+            wait_s = self._runtime.balancer.endpoints.may_probe_in(self._endpoint.uid, now=self._runtime.now())
             if wait_s > 0.0:
                 await asyncio.sleep(wait_s)
                 continue

@@ -406,7 +406,7 @@ class Scraper:
     def _ask_load(self, ask: bool) -> None:
         if ask is not self._asks_load:
             self._asks_load = ask
-            self._runtime.balancer.ask_load(self.endpoint.uid, ask)
+            self._runtime.balancer.endpoints.ask_load(self.endpoint.uid, ask)
 
     def _failed(self, error: ScrapeError, sent_at: float) -> None:
         self._count(error.result)

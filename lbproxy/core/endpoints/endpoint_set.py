@@ -335,14 +335,6 @@ class EndpointSet:
             self._unavailable = tuple((one.endpoint, why_not(one)) for one in islice(out, MAX_UNAVAILABLE))
         return self._unavailable
 
-    def base_models(self) -> list[str]:
-        """The distinct base models (no adapters) of all members that list their models, in the order of members."""
-        return list({card.id: None for card in self.model_cards() if card.parent is None})
-
-    def model_cards(self) -> list[ModelCard]:
-        """The models of the members that are up, one card per model: that of the first member that lists it."""
-        return self.serving.model_cards()
-
     # Reports
 
     def report_health(self, uid: EndpointUid, ok: bool, reason: str, *, now: float, refused: bool) -> None:

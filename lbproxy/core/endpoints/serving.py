@@ -316,6 +316,10 @@ class Serving:
                     cards.setdefault(card.id, card)
         return list(cards.values())
 
+    def base_models(self) -> list[str]:
+        """The distinct base models (no adapters), in the order of members."""
+        return list({card.id: None for card in self.model_cards() if card.parent is None})
+
     def _group(self, tier: _Tier, model: str | None) -> _Group:
         """The group of a tier to which requests for `model` go."""
         if model is None:

@@ -97,7 +97,7 @@ class AdapterCalls:
 
     def _base_model(self, named: str | None, adapter: str, request: ClientRequest) -> str:
         """The base model of an adapter: as named; or as listed, if it is unloaded; or the only base model."""
-        bases = self._runtime.base_models()
+        bases = self._runtime.serving.base_models()
         if not bases:
             raise LbError(Outcome.NO_ENDPOINTS)
         if named is not None:

@@ -221,7 +221,7 @@ class RequestReader:
         named = query_model(request.target)
         model = named
         if named is None and request.route.is_inference:
-            model = resolve(None, self._runtime.base_models())
+            model = resolve(None, self._runtime.serving.base_models())
         elif named is not None:
             model = self._model_behind(named, request, record)
         if model is not None and model != named:
@@ -241,7 +241,7 @@ class RequestReader:
         if has_json(request):
             facts = read_json_body(body, large if isinstance(large, LargeJson) else None)
             if facts.model is None and is_inference:
-                model = resolve(None, self._runtime.base_models())
+                model = resolve(None, self._runtime.serving.base_models())
                 return facts._replace(model=model), request._replace(model=model, naming=place_for_name(body))
             if isinstance(large, LargeJson) and (outline := large.outline) is not None:
                 naming = NOT_NAMED if outline.has_long_model else find_names(body, outline)
@@ -252,11 +252,11 @@ class RequestReader:
             named = read_form_model(body, request.fields.content_type, walk)
             if walk is not None:
                 request = request._replace(naming=_naming_of(request, walk))
-            return BodyFacts(resolve(named, self._runtime.base_models()) if is_inference else named), request
+            return BodyFacts(resolve(named, self._runtime.serving.base_models()) if is_inference else named), request
         if not (is_inference and body):
             return BodyFacts(None), request
         named = query_model(request.target)  # what is neither JSON nor a form has no other place for it
-        return BodyFacts(resolve(named, self._runtime.base_models())), request
+        return BodyFacts(resolve(named, self._runtime.serving.base_models())), request
 
     def _served_now(self) -> frozenset[str]:
         """The models of endpoints that are up, as of the last second."""

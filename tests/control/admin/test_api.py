@@ -20,7 +20,8 @@ from lbproxy.config.parse import parse, without_secrets
 from lbproxy.config.sections.access import Secret
 from lbproxy.config.text import ConfigError
 from lbproxy.config.tree import Settings
-from lbproxy.control.admin import connections, feed
+from lbproxy.control.admin import api as api_module
+from lbproxy.control.admin import connections
 from lbproxy.control.admin.api import Api
 from lbproxy.control.admin.changes import ReloadResult
 from lbproxy.control.admin.server import Admin
@@ -323,14 +324,14 @@ def test_a_frame_is_rendered_once_for_all_viewers_and_only_while_there_are_some(
             assert rendered <= 4, "5 viewers, 2 or 3 frames"
             await until(lambda: made.api.feed.viewers == 0)
             before = rendered
-            await asyncio.sleep(feed.PERIOD_S)
+            await asyncio.sleep(api_module.PERIOD_S)
             assert rendered == before
 
     run(main())
 
 
 def test_viewers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "MAX_VIEWERS", 1)
+    monkeypatch.setattr(api_module, "MAX_VIEWERS", 1)
 
     async def main() -> None:
         async with site() as (made, client), client.stream("GET", "/admin/events") as one:
@@ -344,8 +345,8 @@ def test_viewers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_viewer_that_reads_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """And those who read go on."""
-    monkeypatch.setattr(feed, "STALLED_S", 0.5)
-    monkeypatch.setattr(feed, "PERIOD_S", 0.05)
+    monkeypatch.setattr(api_module, "STALLED_S", 0.5)
+    monkeypatch.setattr(api_module, "PERIOD_S", 0.05)
 
     async def main() -> None:
         async with site() as (made, client):

@@ -392,7 +392,7 @@ def test_panic_can_be_turned_off() -> None:
     balancer, _ = pool_of(2, breaker=BreakerSettings(panic=False))
     eject(balancer, "e1", "e2")
     assert submit(balancer, 0.0).outcome is Outcome.NO_ENDPOINTS
-    assert not balancer.any_up()
+    assert not balancer.endpoints.any_up()
 
 
 def test_panic_never_readmits_what_health_calls_down() -> None:
@@ -474,7 +474,7 @@ def test_probes_and_trials_together_dial_at_most_three_times_a_second() -> None:
     while now < 10.0:
         now += 0.01
         if now >= probe_at:
-            wait_s = balancer.may_probe_in(endpoints[0].uid, now=now)
+            wait_s = balancer.endpoints.may_probe_in(endpoints[0].uid, now=now)
             assert wait_s <= DIAL_S
             if not wait_s:
                 dialled.append(now)
@@ -490,17 +490,19 @@ def test_probes_and_trials_together_dial_at_most_three_times_a_second() -> None:
 
 def test_where_a_thousand_are_down_each_is_dialled_less_often() -> None:
     balancer, endpoints = all_down(1000)
-    assert balancer.may_probe_in(endpoints[0].uid, now=10.0) == 0.0
-    assert balancer.may_probe_in(endpoints[0].uid, now=10.0) == pytest.approx(5.0)
+    assert balancer.endpoints.may_probe_in(endpoints[0].uid, now=10.0) == 0.0
+    assert balancer.endpoints.may_probe_in(endpoints[0].uid, now=10.0) == pytest.approx(5.0)
     balancer.report_health(endpoints[0].uid, True, "200", now=15.0)
     balancer.report_health(endpoints[0].uid, True, "200", now=16.0)
     assert health(balancer, "e1") is Health.UP
-    assert balancer.may_probe_in(endpoints[0].uid, now=16.0) == 0.0, "one that is up is probed at its own interval"
+    assert balancer.endpoints.may_probe_in(endpoints[0].uid, now=16.0) == 0.0, (
+        "one that is up is probed at its own interval"
+    )
 
 
 def test_probes_of_those_that_are_up_are_not_held_up() -> None:
     balancer, endpoints = pool_of(1)
-    assert [balancer.may_probe_in(endpoints[0].uid, now=0.0) for _ in range(5)] == [0.0] * 5
+    assert [balancer.endpoints.may_probe_in(endpoints[0].uid, now=0.0) for _ in range(5)] == [0.0] * 5
 
 
 def test_who_leaves_while_it_is_tried_is_let_go() -> None:

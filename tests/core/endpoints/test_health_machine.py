@@ -107,7 +107,7 @@ class HealthMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from(["e1", "e2"]), ok=st.booleans())
     def probe(self, name: str, ok: bool) -> None:
         uid = self.states[name].endpoint.uid
-        if not self.balancer.may_probe_in(uid, now=self.now):
+        if not self.balancer.endpoints.may_probe_in(uid, now=self.now):
             self.balancer.report_health(uid, ok, "probe", now=self.now)
         self.settle()
 
@@ -142,7 +142,7 @@ class HealthMachine(RuleBasedStateMachine):
             self.balancer.check(now=self.now)
             for name in ("e1", "e2"):
                 uid = self.states[name].endpoint.uid
-                if not self.balancer.may_probe_in(uid, now=self.now):
+                if not self.balancer.endpoints.may_probe_in(uid, now=self.now):
                     self.balancer.report_health(uid, True, "200", now=self.now)
             for ticket in [self.balancer.submit(request(MODEL), now=self.now) for _ in range(6)]:
                 self.balancer.first_byte(ticket, now=self.now)

@@ -209,8 +209,8 @@ class ServingMachine(RuleBasedStateMachine):
         for state in wanted.states:
             assert snapshots[state.endpoint.name].readmitted == wanted.readmitted(state)
         assert [(endpoint.name, why) for endpoint, why in endpoints.unavailable()] == wanted.absent()
-        assert self.balancer.endpoints.model_cards() == wanted.cards()
-        assert self.balancer.any_up() == bool(wanted.candidates(None))
+        assert self.balancer.endpoints.serving.model_cards() == wanted.cards()
+        assert self.balancer.endpoints.any_up() == bool(wanted.candidates(None))
         assert endpoints.serving.adapters == wanted.adapters()
         if self.balancer._pool is not None:
             assert self.balancer._pool.adapters == wanted.adapters()
@@ -297,7 +297,7 @@ def test_the_more_endpoints_are_down_the_seldomer_each_is_dialled() -> None:
     for number, endpoint in enumerate(endpoints, 1):
         for _ in range(3):
             balancer.report_health(endpoint.uid, False, "refused", now=0.0)
-        wait_s = balancer.may_probe_in(endpoint.uid, now=0.0)
+        wait_s = balancer.endpoints.may_probe_in(endpoint.uid, now=0.0)
         assert wait_s == pytest.approx(max(DIAL_S, DIAL_ANY_S * number))
     balancer.set_endpoints([spec(1)], now=0.0)
-    assert balancer.may_probe_in(endpoints[0].uid, now=0.0) == pytest.approx(DIAL_S)
+    assert balancer.endpoints.may_probe_in(endpoints[0].uid, now=0.0) == pytest.approx(DIAL_S)

@@ -122,6 +122,6 @@ def test_the_last_answer_of_an_endpoint_that_left_may_bring_a_report() -> None:
     balancer, endpoint, ticket = one()
     balancer.set_endpoints([], now=1.0)
     balancer.report_load(ticket, LoadReport(waiting=1.0), now=1.0)
-    balancer.ask_load(endpoint.uid, True)
+    balancer.endpoints.ask_load(endpoint.uid, True)
     assert balancer.endpoints.reported_at(endpoint.uid) < 0.0
     balancer.close(ticket, Outcome.COMPLETED, now=1.0)

@@ -143,9 +143,9 @@ def test_a_server_whose_ranks_are_found_while_it_wakes_goes_on_as_before(problem
 
 def test_a_sleeping_model_is_known_listed_and_no_other_is() -> None:
     fleet = Fleet("m0", asleep=[0])
-    assert [one.id for one in fleet.balancer.endpoints.model_cards()] == ["m0"]
+    assert [one.id for one in fleet.balancer.endpoints.serving.model_cards()] == ["m0"]
     assert fleet.ask("nope", now=1.0).outcome is Outcome.MODEL_NOT_FOUND
-    assert fleet.balancer.any_up()
+    assert fleet.balancer.endpoints.any_up()
     assert fleet.orders(1.0) == []
 
 
@@ -453,7 +453,7 @@ def test_a_server_that_is_not_there_is_started_once() -> None:
     fleet.balancer.report_health(uid, False, "refused", now=0.0, refused=True)
     fleet.orders(0.5)
     assert fleet.phase(0) is Phase.OFF
-    assert [one.id for one in fleet.balancer.endpoints.model_cards()] == ["m0"]
+    assert [one.id for one in fleet.balancer.endpoints.serving.model_cards()] == ["m0"]
     tickets = [fleet.ask("m0", now=1.0) for _ in range(5)]
     assert {ticket.state for ticket in tickets} == {TicketState.WAITING}
     assert fleet.orders(1.0) == [("start", 0)]

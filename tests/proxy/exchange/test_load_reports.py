@@ -38,7 +38,7 @@ def show_idle(it: Rig) -> None:
         it.runtime.balancer.scrape_sent(endpoint.uid)
         idle = LoadMetrics(scraped_at=it.runtime.now(), waiting=0.0, running=0.0, kv_utilization=0.5)
         it.runtime.report_scrape(endpoint.uid, idle)
-        it.runtime.balancer.ask_load(endpoint.uid, True)
+        it.runtime.balancer.endpoints.ask_load(endpoint.uid, True)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ async def asked(it: Rig, endpoint: ScriptedEndpoint, more: str = "") -> tuple[Re
 def test_a_report_is_used_and_kept_from_the_client(name: str, report: str) -> None:
     async def main() -> None:
         async with ScriptedEndpoint(reporting(report, name)) as endpoint, rig(endpoint.url) as it:
-            it.runtime.balancer.ask_load(it.endpoints[0].uid, True)
+            it.runtime.balancer.endpoints.ask_load(it.endpoints[0].uid, True)
             reply, form = await asked(it, endpoint)
             assert form == "TEXT"
             assert (reply.field(name), reply.field("x-theirs")) == (None, "1")
@@ -123,7 +123,7 @@ def test_a_client_that_asks_itself_gets_what_it_asked_for(asks: bool) -> None:
 
     async def main() -> None:
         async with ScriptedEndpoint(reporting("JSON {}")) as endpoint, rig(endpoint.url) as it:
-            it.runtime.balancer.ask_load(it.endpoints[0].uid, asks)
+            it.runtime.balancer.endpoints.ask_load(it.endpoints[0].uid, asks)
             reply, form = await asked(it, endpoint, f"{FORMAT}: JSON\r\n")
             assert (reply.field(REPORT), form) == ("JSON {}", "JSON")
             assert endpoint.requests[-1].head.lower().count(FORMAT.encode()) == 1
@@ -137,9 +137,9 @@ def test_who_is_not_to_be_asked_is_not_asked() -> None:
         async with ScriptedEndpoint() as endpoint, rig(endpoint.url) as it:
             assert (await asked(it, endpoint))[1] is None
             uid = it.endpoints[0].uid
-            it.runtime.balancer.ask_load(uid, True)
+            it.runtime.balancer.endpoints.ask_load(uid, True)
             assert (await asked(it, endpoint))[1] == "TEXT"
-            it.runtime.balancer.ask_load(uid, False)
+            it.runtime.balancer.endpoints.ask_load(uid, False)
             assert (await asked(it, endpoint))[1] is None
             assert it.seen().load_reports == 0
 
@@ -155,7 +155,7 @@ def test_a_malformed_report_is_counted_and_harms_nothing(report: str) -> None:
         head, _, body = reporting("@").partition(b"\r\n\r\n")
         bad = head.replace(b"@", report.encode("latin-1")) + b"\r\n\r\n" + body
         async with ScriptedEndpoint(bad) as endpoint, rig(endpoint.url) as it:
-            it.runtime.balancer.ask_load(it.endpoints[0].uid, True)
+            it.runtime.balancer.endpoints.ask_load(it.endpoints[0].uid, True)
             reply, _ = await asked(it, endpoint)
             assert (reply.status, reply.body, reply.field(REPORT)) == (200, b'{"ok":true}', None)
             seen = it.seen()
