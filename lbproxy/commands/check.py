@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lbproxy import __version__
+from lbproxy.commands.tables import plain
 from lbproxy.config.publishers import overlap, read_publisher
 from lbproxy.config.sections.replicas import ReplicasSettings
 from lbproxy.config.shown import without_parts_of
@@ -93,7 +94,7 @@ async def check(settings: Settings, console: Console | None = None) -> int:
         *_unkept(settings),
         *find_problems([one.part for one in found if one.reachable]),
     ):
-        console.print(Text(f"\n{_plain(warning)}", style="yellow"))
+        console.print(Text(f"\n{plain(warning)}", style="yellow"))
     usable = sum(one.usable for one in found)
     console.print(f"\n{usable} of {len(found)} endpoints can be used.")
     return 0 if usable else 1
@@ -130,7 +131,7 @@ async def _replicas(settings: ReplicasSettings) -> Text:
         return Text(text, style="red")
     versions = {version for _, version in others} - {__version__}
     listed = _some([f"{name} ({version})" for name, version in others]) or "none"
-    text = f"\nreplicas: {url} can be used; pool {settings.pool}, replicas that are alive: {_plain(listed)}."
+    text = f"\nreplicas: {url} can be used; pool {settings.pool}, replicas that are alive: {plain(listed)}."
     if versions:
         text += f" This one is {__version__}: replicas of different versions may not understand each other."
     return Text(text, style="yellow" if versions else "green")
@@ -182,7 +183,7 @@ def _unserved(settings: Settings, found: Sequence[Inspection]) -> Iterator[str]:
     for name, alias in settings.models.items():
         missing = [target for target, share in alias.shares.items() if share and target not in served]
         if missing:
-            yield f"models.{_plain(name)}: no endpoint serves {_plain(_some(missing))}, so its requests get 404."
+            yield f"models.{plain(name)}: no endpoint serves {plain(_some(missing))}, so its requests get 404."
 
 
 def _some(names: Sequence[str]) -> str:
@@ -214,7 +215,7 @@ def _rows(one: Inspection) -> Iterator[tuple[str, Text]]:
     yield "reachable", Text(f"{answered}; health: {one.health}", style="" if one.reachable else "red")
     for problem in one.problems if one.reachable else one.problems[:1]:
         if problem != one.health:
-            yield "problem", Text(_plain(problem), style="yellow" if one.usable else "red")
+            yield "problem", Text(plain(problem), style="yellow" if one.usable else "red")
     if not one.reachable:
         return
     yield "engine", Text(_engine(one))
@@ -311,12 +312,7 @@ def _handover(one: Inspection) -> Iterator[tuple[str, Text]]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    return _plain(", ".join(names)) or "none"
-
-
-def _plain(text: str) -> str:
-    """What a server wrote, without what could move the cursor."""
-    return "".join(char for char in text if char.isprintable())
+    return plain(", ".join(names)) or "none"
 
 
 def _engine(one: Inspection) -> str:

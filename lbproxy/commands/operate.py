@@ -36,6 +36,11 @@ POLL_S = 0.25
 RELOAD_S = 60.0
 """For reading the settings and resolving what they name, in all processes."""
 _NONE_NEEDED = "it listens on a Unix socket, which needs none, or found no folder for one (as its log says)"
+AGAIN_S = 1.0
+MAX_TRANSITIONS = 3
+MIN_DECISIONS = 3
+OWN_LINES = 6
+"""Summary, heads of tables and the lines between them."""
 
 
 def status(client: AdminClient, console: Console, *, as_json: bool, legend: bool = False) -> int:
@@ -182,13 +187,6 @@ def dashboard(client: AdminClient) -> int:
     if token is None:
         sys.stderr.write(f"its buttons change nothing: {_NONE_NEEDED}\n")
     return 0
-
-
-AGAIN_S = 1.0
-MAX_TRANSITIONS = 3
-MIN_DECISIONS = 3
-OWN_LINES = 6
-"""Summary, heads of tables and the lines between them."""
 
 
 def top(client: AdminClient, console: Console, *, frames: int | None = None) -> int:

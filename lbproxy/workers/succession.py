@@ -16,6 +16,9 @@ from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.driver.runtime import Runtime
 
+RETURN_S: Final = 10.0
+"""How long a worker may take to be back, and to say what runs. Its successor says sooner that it is dead."""
+
 
 class LinkedWorker(Protocol):
     """What is known of a worker by one link."""
@@ -70,10 +73,6 @@ class Succession(Generic[AWorker]):
         """A link that may have been waiting is lost."""
         if worker in self.early:
             self.early.remove(worker)
-
-
-RETURN_S: Final = 10.0
-"""How long a worker may take to be back, and to say what runs. Its successor says sooner that it is dead."""
 
 
 class _Loss:

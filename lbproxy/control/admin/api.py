@@ -35,6 +35,14 @@ PERIOD_S = 1.0
 MAX_VIEWERS = 20
 STALLED_S = 10.0
 """A viewer must take a frame in this time."""
+BODY_S = 10.0
+"""In which a request's body must come."""
+MAX_NAMED = 10
+"""Endpoints that are named to whoever named one that is not there."""
+LEVELS = ("debug", "info", "warning", "error")
+DECISIONS_SHOWN = 20
+"""In each frame of the feed."""
+BACK = "it is in the settings file, so a reload or a restart restores it"
 
 
 class Feed:
@@ -106,15 +114,6 @@ class Feed:
 
 
 logger = logging.getLogger("lbproxy")
-
-BODY_S = 10.0
-"""In which a request's body must come."""
-MAX_NAMED = 10
-"""Endpoints that are named to whoever named one that is not there."""
-LEVELS = ("debug", "info", "warning", "error")
-DECISIONS_SHOWN = 20
-"""In each frame of the feed."""
-BACK = "it is in the settings file, so a reload or a restart restores it"
 
 
 class Steering(Protocol):

@@ -33,6 +33,10 @@ NUMBER: Schema = {"type": "number"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
 FLAG: Schema = {"type": "boolean"}
 OBJECT: Schema = {"type": "object"}
+ALWAYS = (400, 401, 403, 500)
+"""What every path may answer besides."""
+WITH_BODY = (408, 413)
+EVENTS = "text/event-stream"
 
 
 def ref(name: str) -> Schema:
@@ -317,10 +321,6 @@ COMPONENTS: dict[str, Schema] = {
 }
 
 
-ALWAYS = (400, 401, 403, 500)
-"""What every path may answer besides."""
-WITH_BODY = (408, 413)
-EVENTS = "text/event-stream"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 ENTRY = ref("Entry")

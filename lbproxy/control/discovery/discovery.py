@@ -52,6 +52,16 @@ from lbproxy.net.dialing.tls import client_context
 Certificates: TypeAlias = Mapping[str, str]
 """The text of the files that `tls.ca` names, by their paths."""
 NO_CERTIFICATES: Certificates = MappingProxyType({})
+FIRST_RETRY_S = 1.0
+"""Between resolutions at most until the first good one: what starts together with lbproxy may get its name later."""
+TARGETS_AT_ONCE = 16
+"""Targets of an SRV name whose addresses are asked for at the same time."""
+LOOK_S = 0.5
+"""A file of endpoints is looked at so often. A look is one stat, in a thread."""
+MAX_FILE_BYTES = 1 << 20
+MAX_HOSTS_CHARS = 4 << 20
+HOSTS = Path("/etc/hosts")
+MAX_CERTIFICATES_CHARS = 4 << 20
 
 
 def spec_of(entry: EndpointSettings, name: str, certificates: Certificates) -> EndpointSpec:
@@ -138,16 +148,6 @@ def _tls(entry: EndpointSettings, member: NameMember | None, certificates: Certi
 
 logger = logging.getLogger("lbproxy")
 
-FIRST_RETRY_S = 1.0
-"""Between resolutions at most until the first good one: what starts together with lbproxy may get its name later."""
-TARGETS_AT_ONCE = 16
-"""Targets of an SRV name whose addresses are asked for at the same time."""
-LOOK_S = 0.5
-"""A file of endpoints is looked at so often. A look is one stat, in a thread."""
-MAX_FILE_BYTES = 1 << 20
-MAX_HOSTS_CHARS = 4 << 20
-HOSTS = Path("/etc/hosts")
-MAX_CERTIFICATES_CHARS = 4 << 20
 
 Publish: TypeAlias = Callable[[list[EndpointSpec]], None]
 """Gets each new complete set."""

@@ -33,6 +33,11 @@ MAX_REST_S: Final = 600.0
 believed again."""
 JOINED_AT_ONCE: Final = 100
 """Endpoints that join in the same turn of the loop."""
+AT_ONCE = 4
+"""Endpoints whose loops begin in the same turn: dialling takes up to 1 ms each."""
+ENDED_AT_ONCE = 50
+"""Loops that are cancelled in the same turn: each takes about 30 µs to end."""
+APART_S = 0.01
 
 
 class Membership:
@@ -107,12 +112,6 @@ class Membership:
 
 Loops: TypeAlias = Iterable[tuple[str, Callable[[], Awaitable[None]]]]
 """Loops for `supervise`, each after what it is called in the log."""
-
-AT_ONCE = 4
-"""Endpoints whose loops begin in the same turn: dialling takes up to 1 ms each."""
-ENDED_AT_ONCE = 50
-"""Loops that are cancelled in the same turn: each takes about 30 µs to end."""
-APART_S = 0.01
 
 
 class Watches:

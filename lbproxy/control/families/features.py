@@ -25,6 +25,22 @@ from lbproxy.core.replicas.shown import ReplicaFacts, ReplicationFacts
 from lbproxy.core.scaling.advice import ModelScaling
 from lbproxy.core.sleeping.phase import Phase
 
+_TASKS = (
+    ("wake", "wakes", "Times that the endpoint was woken, by result"),
+    ("sleep", "sleeps", "Times that the endpoint was put to sleep, by result"),
+    ("start", "cold_starts", "Times that the webhook was called that starts the endpoint, by result"),
+)
+MAX_MODELS: Final = 100
+MAX_LABEL_CHARS: Final = 128
+_COUNTERS = (
+    ("messages", "Messages that the endpoint published over ZMQ"),
+    ("bytes", "Bytes of these messages"),
+    ("clears", "Times that the endpoint cleared its prefix cache"),
+    ("restarts", "Times that the publisher of the endpoint started again"),
+    ("lost", "Messages that were lost and not replayed"),
+    ("replayed", "Messages that were replayed"),
+)
+
 
 class Sleeping(Protocol):
     """The driver of what sleeps: control.sleeping.driver.SleepDriver."""
@@ -43,13 +59,6 @@ class Sleeping(Protocol):
     @property
     def results(self) -> Mapping[tuple[str, str, str], int]:
         """Orders that were carried out: the endpoint, what, and ok or failed."""
-
-
-_TASKS = (
-    ("wake", "wakes", "Times that the endpoint was woken, by result"),
-    ("sleep", "sleeps", "Times that the endpoint was put to sleep, by result"),
-    ("start", "cold_starts", "Times that the webhook was called that starts the endpoint, by result"),
-)
 
 
 def sleep_families(sleeping: Sleeping, snapshot: PoolSnapshot) -> Iterator[Metric]:
@@ -72,10 +81,6 @@ def sleep_families(sleeping: Sleeping, snapshot: PoolSnapshot) -> Iterator[Metri
     add_to(times, [], sleeping.wake_times)
     yield times
     yield counter("waited_for_wake", "Requests that waited for an endpoint to wake", sleeping.waited)
-
-
-MAX_MODELS: Final = 100
-MAX_LABEL_CHARS: Final = 128
 
 
 def scaling_families(models: Sequence[ModelScaling]) -> Iterator[Metric]:
@@ -138,16 +143,6 @@ def _by_replica(others: Sequence[ReplicaFacts]) -> Iterator[Metric]:
     text = "Times that batches of another replica were missing"
     missed = [((name,), sum(peer.missed for peer in peers)) for name, peers in heard.items()]
     yield counters("replica_missed_batches", text, ("replica",), missed)
-
-
-_COUNTERS = (
-    ("messages", "Messages that the endpoint published over ZMQ"),
-    ("bytes", "Bytes of these messages"),
-    ("clears", "Times that the endpoint cleared its prefix cache"),
-    ("restarts", "Times that the publisher of the endpoint started again"),
-    ("lost", "Messages that were lost and not replayed"),
-    ("replayed", "Messages that were replayed"),
-)
 
 
 def kv_families(stats: Mapping[str, KvStats]) -> Iterator[Metric]:

@@ -21,6 +21,11 @@ from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.observed.snapshot import PoolSnapshot
 from lbproxy.core.queue.ticket import Overflow
 
+FIRST_LEG_BUCKETS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+"""Seconds. A short prompt that is cached takes some 10 ms, 100,000 tokens take about 10 s."""
+RESULTS: Final = ("completed", "failed", "refused")
+"""Results of a first leg: see `RequestRecord.first_legs`."""
+
 
 class PlacementCounts:
     """Counts requests that were split, and those that overflowed."""
@@ -58,12 +63,6 @@ class PlacementCounts:
         if used:
             text = "Used share of each of the endpoint's own limits, 0 or more"
             yield gauges("endpoint_limit_used_ratio", text, ("endpoint", "limit"), used)
-
-
-FIRST_LEG_BUCKETS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""Seconds. A short prompt that is cached takes some 10 ms, 100,000 tokens take about 10 s."""
-RESULTS: Final = ("completed", "failed", "refused")
-"""Results of a first leg: see `RequestRecord.first_legs`."""
 
 
 class SplitCounts:

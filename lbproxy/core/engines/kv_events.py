@@ -34,6 +34,13 @@ MAX_HASH_BYTES: Final = 64
 SEQUENCE_BYTES: Final = 8
 END_OF_REPLAY: Final = (1 << 64) - 1
 """The sequence number that ends a replay: -1."""
+GPU: Final = "GPU"
+"""The medium of events that name none."""
+_UNREADABLE: Final = (DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that it cannot decode."""
+_KNOWN: Final = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
+SILENT_S: Final = 10.0
+"""A publisher that was silent for so long may have a successor with another topic."""
 
 
 class Problem(Enum):
@@ -127,8 +134,6 @@ class Cleared(NamedTuple):
 
 
 KvEvent: TypeAlias = BlocksStored | Removed | Cleared
-GPU: Final = "GPU"
-"""The medium of events that name none."""
 
 _Hashes: TypeAlias = Annotated[
     list[int | Annotated[bytes, Meta(max_length=MAX_HASH_BYTES)]], Meta(max_length=MAX_HASHES)
@@ -184,9 +189,6 @@ class _TypeOnly(Struct):
     type: Annotated[str, Meta(max_length=64)]
 
 
-_UNREADABLE: Final = (DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that it cannot decode."""
-_KNOWN: Final = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
 _batch: Final = Decoder(_Batch)
 _from_map: Final = Decoder(_Stored | _Removed | _Cleared)
 _from_array: Final = Decoder(_StoredArray | _RemovedArray | _ClearedArray)
@@ -265,10 +267,6 @@ def _hash(value: int | bytes) -> int:
 
 def _shape(frames: Sequence[bytes]) -> str:
     return f"{len(frames)} frames of {', '.join(str(len(one)) for one in frames[:4])} bytes"
-
-
-SILENT_S: Final = 10.0
-"""A publisher that was silent for so long may have a successor with another topic."""
 
 
 class KvOrder(Enum):

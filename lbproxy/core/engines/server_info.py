@@ -19,6 +19,7 @@ from lbproxy.core.requests.outline import is_light
 
 MAX_CACHE_TOKENS = 1_000_000_000
 """As for `kv_cache_tokens` in the settings: a larger value is not a size, but an error."""
+STATE_PATH: Final = "/is_sleeping"
 
 
 class Description(NamedTuple):
@@ -140,9 +141,6 @@ def _number(value: object) -> int | None:
 def _product(one: object, other: object) -> int | None:
     a, b = _number(one), _number(other)
     return None if a is None or b is None else _number(a * b)
-
-
-STATE_PATH: Final = "/is_sleeping"
 
 
 def read_state(status: int, body: bytes) -> bool | None:

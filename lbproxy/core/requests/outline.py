@@ -94,6 +94,21 @@ MAX_MODEL_FIELD_BYTES: Final = 8 << 10
 _BRACKET: Final = re.compile(rb"[\[\]{}]")
 _MARKER: Final = re.compile(rb"\xef\xb7\x90([0-9]{1,8}):[0-9a-f]{16}\xef\xb7\x91")
 """Between U+FDD0 and U+FDD1, which are not characters: Unicode reserves them for a program's internal use."""
+_BETWEEN: Final = re.compile(rb"[ \t\r\n]*(,)?[ \t\r\n]*")
+"""Two elements of a list."""
+_TOLD_BY_BYTES: Final = 64
+"""By so much of its beginning a list is found: where there is another one like it, an outline is made."""
+ANSWER_COST: Final = 16 << 20
+"""The most that JSON of an endpoint may cost, which is parsed at once: some 20 ms. 4,500 of vLLM's model cards."""
+LENIENT_JSON_COST: Final = 4 << 20
+"""Up to this cost a body that orjson refuses (NaN, lone surrogates) is parsed again by
+the standard library, which is slower but accepts what the model servers' own parsers accept."""
+_UTF8: Final = {"utf-8", "utf-8-sig"}
+"""The encoding of JSON between systems (RFC 8259, section 8.1). Python's json would read UTF-16 too, other servers
+would not, and bytes could not be inserted into it."""
+_TOKEN: Final = secrets.token_hex(16)
+_CONTINUED: Final = b'{"%b":["%b",' % (_TOKEN.encode(), _TOKEN.encode())
+_UNFINISHED: Final = b',"%b"]}' % _TOKEN.encode()
 
 
 class Outline:
@@ -334,10 +349,6 @@ _lists: Final = msgspec.json.Decoder(
 )
 """What is long in a body: lists in the outermost object, left as they are."""
 _elements: Final = msgspec.json.Decoder(list[msgspec.Raw])
-_BETWEEN: Final = re.compile(rb"[ \t\r\n]*(,)?[ \t\r\n]*")
-"""Two elements of a list."""
-_TOLD_BY_BYTES: Final = 64
-"""By so much of its beginning a list is found: where there is another one like it, an outline is made."""
 
 
 def quick_segments(body: bytes) -> list[bytes] | None:
@@ -372,24 +383,9 @@ def quick_segments(body: bytes) -> list[bytes] | None:
     return segments if all(cost(one) <= MAX_QUICK_COST for one in segments) else None
 
 
-ANSWER_COST: Final = 16 << 20
-"""The most that JSON of an endpoint may cost, which is parsed at once: some 20 ms. 4,500 of vLLM's model cards."""
-
-
 def is_light(text: bytes) -> bool:
     """Whether JSON that an endpoint sent may be parsed: 4 MB of empty lists would take half a second."""
     return cost(text) <= ANSWER_COST
-
-
-LENIENT_JSON_COST: Final = 4 << 20
-"""Up to this cost a body that orjson refuses (NaN, lone surrogates) is parsed again by
-the standard library, which is slower but accepts what the model servers' own parsers accept."""
-_UTF8: Final = {"utf-8", "utf-8-sig"}
-"""The encoding of JSON between systems (RFC 8259, section 8.1). Python's json would read UTF-16 too, other servers
-would not, and bytes could not be inserted into it."""
-_TOKEN: Final = secrets.token_hex(16)
-_CONTINUED: Final = b'{"%b":["%b",' % (_TOKEN.encode(), _TOKEN.encode())
-_UNFINISHED: Final = b',"%b"]}' % _TOKEN.encode()
 
 
 def load_json(text: bytes) -> object:

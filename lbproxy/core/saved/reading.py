@@ -100,6 +100,8 @@ ENDPOINT: Final[Mapping[str, Limits]] = {
 MAY_LACK: Final = frozenset({"slots.limit", "slots.initial_limit"})
 MAY_BE_EMPTY: Final = frozenset({"gaps", "size", "slots", "space", "lanes"})
 """Parts of an endpoint that are empty if that was not learned."""
+MAX_LINE_BYTES: Final = 1 << 20
+"""Lines are shorter than 100 KB, unless an endpoint has a thousand adapters with long names."""
 
 
 class SavedError(Exception):
@@ -372,10 +374,6 @@ def _list(found: object) -> list[object]:
 def _require(holds: bool, problem: str) -> None:
     if not holds:
         raise SavedError(problem)
-
-
-MAX_LINE_BYTES: Final = 1 << 20
-"""Lines are shorter than 100 KB, unless an endpoint has a thousand adapters with long names."""
 
 
 def encode(piece: Piece) -> bytes:

@@ -33,6 +33,28 @@ USABLE_CACHE: Final = 0.93
 """Share of the KV cache for requests that run; beyond, engines preempt (see `FULL_CACHE` in `core.capacity.slots`)."""
 MAX_OTHERS: Final = 10.0
 """Times our own requests: as many of other clients count at most."""
+LEAST_FORGETS_S: Final = 3600.0
+"""Within this time a least value may double, if the hardware is another."""
+MIN_RUNNING: Final = 1.0
+"""Requests that generate at each endpoint: fewer show little of how long a step takes, and use little."""
+MIN_STARTS: Final = 60.0
+"""Requests before a load counts as the lowest."""
+LOW: Final = 1.0 / 1.5
+"""The lowest load must be that much lower to show anything."""
+LOW_FORGETS_S: Final = 86_400.0
+MIN_GROWS: Final = 0.1
+GROWS: Final = 0.3
+"""The share of a step that is assumed to grow with the requests in it until two loads have shown it."""
+MAX_PREFILL: Final = 0.8
+SURE_PREFILL: Final = 0.5
+"""With a larger share of prefill the rest shows nothing of decoding; with more than the second, little."""
+QUICK_S: Final = 20.0
+SLOW_S: Final = 120.0
+"""Time constants."""
+CERTAIN: Final = 2.0
+"""Standard errors by which the quick rate must be higher."""
+MIN_PREFILLS: Final = 20
+"""Samples of the time to prefill a token, for each endpoint, before it counts."""
 
 
 class Readings:
@@ -131,10 +153,6 @@ class Readings:
         return min(MAX_OTHERS, max(1.0, self._running.value / own)) if own else 1.0
 
 
-LEAST_FORGETS_S: Final = 3600.0
-"""Within this time a least value may double, if the hardware is another."""
-
-
 class Mean:
     """An exponential mean that is right from its first value on."""
 
@@ -171,21 +189,6 @@ class Least:
 
     def add(self, value: float, for_s: float) -> None:
         self.value = min(value, self.value * (1.0 + for_s / LEAST_FORGETS_S))
-
-
-MIN_RUNNING: Final = 1.0
-"""Requests that generate at each endpoint: fewer show little of how long a step takes, and use little."""
-MIN_STARTS: Final = 60.0
-"""Requests before a load counts as the lowest."""
-LOW: Final = 1.0 / 1.5
-"""The lowest load must be that much lower to show anything."""
-LOW_FORGETS_S: Final = 86_400.0
-MIN_GROWS: Final = 0.1
-GROWS: Final = 0.3
-"""The share of a step that is assumed to grow with the requests in it until two loads have shown it."""
-MAX_PREFILL: Final = 0.8
-SURE_PREFILL: Final = 0.5
-"""With a larger share of prefill the rest shows nothing of decoding; with more than the second, little."""
 
 
 class Steps:
@@ -231,13 +234,6 @@ class Steps:
             share = (step_s - low_s) / (running - low) * running / step_s
         more_s = min(1.0, max(MIN_GROWS, share)) * step_s / running
         return step_s - more_s * running, more_s
-
-
-QUICK_S: Final = 20.0
-SLOW_S: Final = 120.0
-"""Time constants."""
-CERTAIN: Final = 2.0
-"""Standard errors by which the quick rate must be higher."""
 
 
 class Counts(NamedTuple):
@@ -337,10 +333,6 @@ class Offered:
         """Tokens of each response."""
         completed = self._completed.value
         return self._output.value / completed if completed else 0.0
-
-
-MIN_PREFILLS: Final = 20
-"""Samples of the time to prefill a token, for each endpoint, before it counts."""
 
 
 class MeanGauges(NamedTuple):

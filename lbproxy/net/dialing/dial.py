@@ -26,6 +26,9 @@ OUR_FAULT: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.E
 """Errors of connect(2) and socket(2) that are about this process or machine, not about the peer."""
 QUEUE_FULL_S = 0.01
 """The delay before a Unix socket whose queue of connections is full is tried again."""
+MAX_HEAD_BYTES: Final = 16 << 10
+"""The longest head of the proxy's response: a quarter of an endpoint's, since it carries nothing but a status."""
+_STATUS_LINE: Final = re.compile(rb"HTTP/1\.[01] ([1-5][0-9]{2})(?: [^\r\n]*)?\r\n")
 
 
 def reason(error: OSError) -> str:
@@ -152,11 +155,6 @@ def _tune(sock: socket.socket) -> None:
     sock.setblocking(False)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-MAX_HEAD_BYTES: Final = 16 << 10
-"""The longest head of the proxy's response: a quarter of an endpoint's, since it carries nothing but a status."""
-_STATUS_LINE: Final = re.compile(rb"HTTP/1\.[01] ([1-5][0-9]{2})(?: [^\r\n]*)?\r\n")
 
 
 async def ask_for_tunnel(

@@ -39,6 +39,16 @@ ID_CHARS: Final = 24
 """The id of a request whose client gives it none: 96 random bits."""
 _DRAWN_BYTES: Final = 3072
 """For 256 of them: a call of the system costs more than all else."""
+MAX_KNOWN: Final = 256
+"""Pairs of host and origin that are remembered: a handful of programs, or who tries many."""
+_WRONG_HOST: Final = (
+    "Without API keys, this address of lbproxy serves requests for localhost and loopback addresses only, and the Host "
+    "of this one is another name. If it is lbproxy's, add it to listen.allowed_hosts."
+)
+_WRONG_ORIGIN: Final = (
+    "Without API keys, this address of lbproxy refuses requests of web pages of other origins. If this page may use "
+    "it, add its origin to cors.origins."
+)
 
 
 class Requests(Front):
@@ -231,18 +241,6 @@ class _Ids:
             start, end = 0, chars
         self._at = end
         return self._digits[start:end]
-
-
-MAX_KNOWN: Final = 256
-"""Pairs of host and origin that are remembered: a handful of programs, or who tries many."""
-_WRONG_HOST: Final = (
-    "Without API keys, this address of lbproxy serves requests for localhost and loopback addresses only, and the Host "
-    "of this one is another name. If it is lbproxy's, add it to listen.allowed_hosts."
-)
-_WRONG_ORIGIN: Final = (
-    "Without API keys, this address of lbproxy refuses requests of web pages of other origins. If this page may use "
-    "it, add its origin to cors.origins."
-)
 
 
 class LocalRequests:

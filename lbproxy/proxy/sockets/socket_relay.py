@@ -49,6 +49,20 @@ from lbproxy.proxy.sockets.frames import (
 
 _GONE: Final = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
 """Not every system tells that the peer sends nothing more."""
+PORTION_BYTES: Final = 64 << 10
+"""What is passed on of one side in a turn of the event loop: about 0.2 ms."""
+FRAME_BYTES: Final = 4 << 10
+"""What a frame costs besides its payload."""
+CLOSE_S: Final = 10.0
+"""How long a side may take to respond to a close frame with its own, the time-out of the library `websockets`; and how
+long what a client sent is passed on after it has closed its connection."""
+PONG_S: Final = 20.0
+"""How long a side may take to respond to our ping: likewise."""
+_CUTS: Final = {
+    Outcome.DRAINING: (Outcome.CUT, frames.GOING_AWAY, "the load balancer is stopping"),
+    Outcome.OVERLOADED: (Outcome.OVERLOADED, frames.TRY_AGAIN_LATER, "the load balancer is out of resources"),
+}
+"""How it ends, and what the client is told."""
 
 
 class Side:
@@ -115,20 +129,6 @@ class Side:
 
 
 Arguments = TypeVarTuple("Arguments")
-PORTION_BYTES: Final = 64 << 10
-"""What is passed on of one side in a turn of the event loop: about 0.2 ms."""
-FRAME_BYTES: Final = 4 << 10
-"""What a frame costs besides its payload."""
-CLOSE_S: Final = 10.0
-"""How long a side may take to respond to a close frame with its own, the time-out of the library `websockets`; and how
-long what a client sent is passed on after it has closed its connection."""
-PONG_S: Final = 20.0
-"""How long a side may take to respond to our ping: likewise."""
-_CUTS: Final = {
-    Outcome.DRAINING: (Outcome.CUT, frames.GOING_AWAY, "the load balancer is stopping"),
-    Outcome.OVERLOADED: (Outcome.OVERLOADED, frames.TRY_AGAIN_LATER, "the load balancer is out of resources"),
-}
-"""How it ends, and what the client is told."""
 
 
 class SocketOwner(Protocol):

@@ -16,6 +16,9 @@ from lbproxy.sim.fleet.live import LiveBalancer, LiveServer, page_of
 
 PROBE_UP_S, PROBE_DOWN_S = 2.0, 0.5
 """As in the proxy's default settings."""
+HUNG_SPEED = 1e-9
+NAME = "others-"
+"""What the ids of their requests begin with; those of jobs do not."""
 
 
 class Asking:
@@ -58,9 +61,6 @@ class Asking:
         if server.alive:
             front.balancer.report_scrape(server.uids[front.number], metrics)
             self._poll(front)
-
-
-HUNG_SPEED = 1e-9
 
 
 class Faults:
@@ -114,10 +114,6 @@ class Faults:
         server.alive, server.failing, server.page = True, False, None
         server.engine.set_speed(server.spec.speed, now=self._heap.now)
         self._arm(server)
-
-
-NAME = "others-"
-"""What the ids of their requests begin with; those of jobs do not."""
 
 
 class OthersTraffic:

@@ -24,6 +24,11 @@ from lbproxy.sim.mock.apis.fields import Json
 
 Labels: TypeAlias = Mapping[str, str]
 CONTENT_TYPE = "text/plain; version=1.0.0; charset=utf-8"
+DESCRIPTIONS: Mapping[str, tuple[str, ...]] = {
+    "sglang": ("/server_info", "/get_server_info"),
+    "llamacpp": ("/props",),
+}
+"""Where, by the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,13 +160,6 @@ def sample(name: str, labels: Labels, value: float) -> str:
 
 def _escaped(text: str) -> str:
     return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
-
-
-DESCRIPTIONS: Mapping[str, tuple[str, ...]] = {
-    "sglang": ("/server_info", "/get_server_info"),
-    "llamacpp": ("/props",),
-}
-"""Where, by the engine."""
 
 
 def describe(engine: str, kv_tokens: int, slots: int, *, role: str = "both", bootstrap_port: int = 8998) -> bytes:

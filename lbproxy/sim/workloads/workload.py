@@ -18,6 +18,10 @@ from lbproxy.sim.workloads.prompts import Piece, size
 
 ANSWER_IDS = 1 << 60
 """Ids of responses and of private texts start here; lower ones are the traces' and the shared texts'."""
+TEXTS_APART = 1 << 51
+"""Between the ids of the pieces of one workload and the next: more than any has of either kind (see `ANSWER_IDS`). And
+256 of them stay below 2**61 - 1, modulo which Python hashes integers.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,12 +192,6 @@ def poisson(rng: random.Random, rate: float, duration_s: float) -> list[float]:
         times.append(at)
         at += rng.expovariate(rate)
     return times
-
-
-TEXTS_APART = 1 << 51
-"""Between the ids of the pieces of one workload and the next: more than any has of either kind (see `ANSWER_IDS`). And
-256 of them stay below 2**61 - 1, modulo which Python hashes integers.
-"""
 
 
 @dataclass(frozen=True, slots=True)

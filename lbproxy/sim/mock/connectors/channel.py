@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from lbproxy.sim.engine.sequence import HEARTBEATS, KvState
+from lbproxy.sim.engine.sequence import HEARTBEATS, KvSource, KvState
+from lbproxy.sim.mock.connectors.legs import Leg
 
 MAX_LINE_BYTES = 2048
 _CLOSING_S = 1.0
@@ -256,3 +257,20 @@ class RemoteKv:
         self.state = state
         if self.changed is not None and not self._is_over:
             self.changed()
+
+
+class DecodeLeg(Leg):
+    """The half of a call that computes the response, from KV at other servers."""
+
+    _sources: Sequence[RemoteKv] = ()
+
+    def watch(self, index: int, source: KvSource, poke: Callable[[], None]) -> None:
+        """When the other server has replied."""
+        if isinstance(source, RemoteKv):
+            source.changed = poke
+
+    def close(self) -> None:
+        """Of a call that was refused before the engine had it, the prefill is told at once, too."""
+        now = asyncio.get_running_loop().time()
+        for source in self._sources:
+            source.finish(now=now, was_read=False)

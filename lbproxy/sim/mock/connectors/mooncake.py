@@ -10,9 +10,7 @@ request. Values of the wrong type are refused with 400, as with NIXL.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from urllib.parse import urlsplit
@@ -24,7 +22,7 @@ from aiohttp import web
 from lbproxy.sim.engine.sequence import Hold, KvSource, KvState
 from lbproxy.sim.mock.apis.call import GenerationCall, PlannedChoice
 from lbproxy.sim.mock.apis.fields import EngineError, Json, boolean, invalid, load_json, shown, typed
-from lbproxy.sim.mock.connectors.channel import Channel, ChannelPeer, ReadTimeouts, RemoteKv
+from lbproxy.sim.mock.connectors.channel import Channel, ChannelPeer, DecodeLeg, ReadTimeouts, RemoteKv
 from lbproxy.sim.mock.connectors.legs import Leg, ServerConnector, Unasked
 from lbproxy.sim.mock.connectors.nixl import MAX_NAME, NAME
 from lbproxy.sim.mock.mock_options import MockOptions
@@ -39,6 +37,8 @@ QUERY_S = 30.0
 DEFAULT_PORT = 8998
 MAX_PAGE_BYTES = 2**16
 MAX_TRANSFERS = 65_536
+QUERY_PATH = "/query"
+_REQUIRED = ("transfer_id", "remote_bootstrap_addr", "remote_engine_id")
 
 
 @dataclass(slots=True, eq=False)
@@ -194,7 +194,7 @@ class _WorkersKv(RemoteKv):
             self._connect(worker)
 
 
-class MooncakeDecodeLeg(Leg):
+class MooncakeDecodeLeg(DecodeLeg):
     """Its KV comes from elsewhere."""
 
     def __init__(self, mooncake: Mooncake, call: GenerationCall, params: MooncakeParams) -> None:
@@ -206,20 +206,6 @@ class MooncakeDecodeLeg(Leg):
     def source(self, index: int) -> KvSource:
         """What the params name."""
         return self._sources[index] if self._sources else Unasked()
-
-    def watch(self, index: int, source: KvSource, poke: Callable[[], None]) -> None:
-        if isinstance(source, RemoteKv):
-            source.changed = poke
-
-    def close(self) -> None:
-        """Of a call that was refused before the engine had it, the prefill is told, too."""
-        now = asyncio.get_running_loop().time()
-        for source in self._sources:
-            source.finish(now=now, was_read=False)
-
-
-QUERY_PATH = "/query"
-_REQUIRED = ("transfer_id", "remote_bootstrap_addr", "remote_engine_id")
 
 
 @dataclass(frozen=True, slots=True)

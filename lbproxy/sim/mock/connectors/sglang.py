@@ -15,15 +15,72 @@ from dataclasses import dataclass, field, replace
 from lbproxy.sim.engine.sequence import Hold, KvSource, KvState
 from lbproxy.sim.mock.apis.call import GenerationCall, PlannedChoice
 from lbproxy.sim.mock.apis.fields import EngineError, Json, invalid, shown
-from lbproxy.sim.mock.connectors.channel import Channel, ChannelPeer, ReadTimeouts, RemoteKv
+from lbproxy.sim.mock.connectors.channel import Channel, ChannelPeer, DecodeLeg, ReadTimeouts, RemoteKv
 from lbproxy.sim.mock.connectors.legs import Leg, ServerConnector, Unasked
 from lbproxy.sim.mock.mock_options import MockOptions
 from lbproxy.sim.mock.serving.driver import Driver
 
+FAKE_HOST = "2.2.2.2"
+"""The host of SGLang's own health checks: nothing is transferred, and decode runs on empty KV."""
+DEFAULT_PORT = 8998
+MAX_ROOM = 2**63 - 1
+MAX_HOST = 512
 WAIT_S = 300.0
 """SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT and _WAITING_TIMEOUT: for the other half."""
 MAX_ROOMS = 65_536
 """Rooms that a decode waits in, at one prefill server."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where one prompt's prefill and decode meet."""
+
+    host: str
+    port: int
+    room: int
+
+    @property
+    def is_fake(self) -> bool:
+        """Nothing is transferred."""
+        return self.host == FAKE_HOST
+
+
+def parse(fields: Json, *, prompts: int, n: int, own_port: int) -> list[Meeting]:
+    """One for each choice. A room for several becomes consecutive ones; a list is repeated for `n`. Raises ApiError:
+    also for a request without a room.
+    """
+    rooms = _each(fields, "bootstrap_room", int, prompts)
+    if rooms is None or None in rooms:
+        text = "Disaggregated request received without bootstrap room id"
+        raise EngineError(400, text, "BadRequestError", "bootstrap_room")
+    hosts = _each(fields, "bootstrap_host", str, prompts) or [None] * prompts
+    ports = _each(fields, "bootstrap_port", int, prompts) or [None] * prompts
+    meetings: list[Meeting] = []
+    is_one = not isinstance(fields["bootstrap_room"], list)
+    for index in range(prompts * n):
+        prompt = index // n
+        room, host, port = rooms[prompt], hosts[prompt], ports[prompt]
+        assert isinstance(room, int)
+        meeting = Meeting(
+            str(host or "127.0.0.1"), port if isinstance(port, int) else own_port, room + (index if is_one else 0)
+        )
+        if not 0 <= meeting.room <= MAX_ROOM or not 0 < meeting.port <= 65535 or len(meeting.host) > MAX_HOST:
+            raise invalid("value_error", "body.bootstrap_room", "Input out of range", shown(fields["bootstrap_room"]))
+        meetings.append(meeting)
+    return meetings
+
+
+def _each(fields: Json, name: str, kind: type[int | str], prompts: int) -> Sequence[object] | None:
+    """A field's value for each prompt: one for all of them, or a list. None = it is not there."""
+    given = fields.get(name)
+    if given is None:
+        return None
+    values = given if isinstance(given, list) else [given] * prompts
+    fits = len(values) == prompts and all(value is None or type(value) is kind for value in values)
+    if not fits or not all(value is None or not isinstance(value, str) or value.isprintable() for value in values):
+        what = "integer" if kind is int else "string"
+        raise invalid(f"{what}_type", f"body.{name}", f"Input should be a valid {what}, or one a prompt", shown(given))
+    return values
 
 
 @dataclass(slots=True, eq=False)
@@ -210,12 +267,12 @@ class _Empty(Unasked):
         return KvState.EXPIRED
 
 
-class SglangDecodeLeg(Leg):
+class SglangDecodeLeg(DecodeLeg):
     """The half that computes the response."""
 
     def __init__(self, sglang: Sglang, call: GenerationCall, meetings: list[Meeting]) -> None:
         super().__init__(call)
-        self._sources = [
+        self._by_choice = [
             None
             if meeting.is_fake
             else RemoteKv(
@@ -226,83 +283,13 @@ class SglangDecodeLeg(Leg):
             )
             for meeting in meetings
         ]
+        self._sources = [one for one in self._by_choice if one is not None]
 
     def source(self, index: int) -> KvSource:
         """What is in the room."""
-        return self._sources[index] or _Empty()
-
-    def watch(self, index: int, source: KvSource, poke: Callable[[], None]) -> None:
-        """When the prefill is done."""
-        if isinstance(source, RemoteKv):
-            source.changed = poke
+        return self._by_choice[index] or _Empty()
 
     def cached_tokens(self, own: int, received: int) -> int:
         """Those of the prefill, one choice for each prompt."""
-        told = self._sources[:: self.call.n]
+        told = self._by_choice[:: self.call.n]
         return sum(source.cached_tokens or 0 for source in told if source is not None)
-
-    def close(self) -> None:
-        """Of a call that the engine was not given, nothing was asked."""
-        now = asyncio.get_running_loop().time()
-        for source in self._sources:
-            if source is not None:
-                source.finish(now=now, was_read=False)
-
-
-FAKE_HOST = "2.2.2.2"
-"""The host of SGLang's own health checks: nothing is transferred, and decode runs on empty KV."""
-DEFAULT_PORT = 8998
-MAX_ROOM = 2**63 - 1
-MAX_HOST = 512
-
-
-@dataclass(frozen=True, slots=True)
-class Meeting:
-    """Where one prompt's prefill and decode meet."""
-
-    host: str
-    port: int
-    room: int
-
-    @property
-    def is_fake(self) -> bool:
-        """Nothing is transferred."""
-        return self.host == FAKE_HOST
-
-
-def parse(fields: Json, *, prompts: int, n: int, own_port: int) -> list[Meeting]:
-    """One for each choice. A room for several becomes consecutive ones; a list is repeated for `n`. Raises ApiError:
-    also for a request without a room.
-    """
-    rooms = _each(fields, "bootstrap_room", int, prompts)
-    if rooms is None or None in rooms:
-        text = "Disaggregated request received without bootstrap room id"
-        raise EngineError(400, text, "BadRequestError", "bootstrap_room")
-    hosts = _each(fields, "bootstrap_host", str, prompts) or [None] * prompts
-    ports = _each(fields, "bootstrap_port", int, prompts) or [None] * prompts
-    meetings: list[Meeting] = []
-    is_one = not isinstance(fields["bootstrap_room"], list)
-    for index in range(prompts * n):
-        prompt = index // n
-        room, host, port = rooms[prompt], hosts[prompt], ports[prompt]
-        assert isinstance(room, int)
-        meeting = Meeting(
-            str(host or "127.0.0.1"), port if isinstance(port, int) else own_port, room + (index if is_one else 0)
-        )
-        if not 0 <= meeting.room <= MAX_ROOM or not 0 < meeting.port <= 65535 or len(meeting.host) > MAX_HOST:
-            raise invalid("value_error", "body.bootstrap_room", "Input out of range", shown(fields["bootstrap_room"]))
-        meetings.append(meeting)
-    return meetings
-
-
-def _each(fields: Json, name: str, kind: type[int | str], prompts: int) -> Sequence[object] | None:
-    """A field's value for each prompt: one for all of them, or a list. None = it is not there."""
-    given = fields.get(name)
-    if given is None:
-        return None
-    values = given if isinstance(given, list) else [given] * prompts
-    fits = len(values) == prompts and all(value is None or type(value) is kind for value in values)
-    if not fits or not all(value is None or not isinstance(value, str) or value.isprintable() for value in values):
-        what = "integer" if kind is int else "string"
-        raise invalid(f"{what}_type", f"body.{name}", f"Input should be a valid {what}, or one a prompt", shown(given))
-    return values

@@ -27,6 +27,8 @@ from lbproxy.sim.mock.connectors.legs import Leg
 LOAD_FAILED = "Internal server error"
 """vLLM's words when the KV of a prompt could not be loaded."""
 ENGINE_DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+WINDOW_S = 60
+_BUCKETS_PER_DOUBLING = 4
 
 
 class Flight:
@@ -277,10 +279,6 @@ class Driver:
         # Not the loop's clock, which with uvloop stands still within a turn.
         now = time.monotonic()
         self.lag.record(max(0.0, now - due), now=now)
-
-
-WINDOW_S = 60
-_BUCKETS_PER_DOUBLING = 4
 
 
 @dataclass(slots=True)

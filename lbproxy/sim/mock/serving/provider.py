@@ -28,6 +28,8 @@ from lbproxy.sim.mock.sabotage import Handler
 from lbproxy.sim.mock.serving.desk import json_response
 
 _LENGTHS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
+API = "/v1"
+FAULTS = "/faults"
 
 
 class QuotaRefusal(NamedTuple):
@@ -95,10 +97,6 @@ def duration(seconds: float) -> str:
         return f"{ceil(1000.0 * seconds)}ms"
     minutes, rest = divmod(ceil(1000.0 * seconds), 60_000)
     return (f"{minutes}m" if minutes else "") + f"{rest / 1000:g}s"
-
-
-API = "/v1"
-FAULTS = "/faults"
 
 
 class Provider:
