@@ -219,7 +219,7 @@ def _rows(one: Inspection) -> Iterator[tuple[str, Text]]:
     if not one.reachable:
         return
     yield "engine", Text(_engine(one))
-    if one.engine is None and one.endpoint.metrics is not None:
+    if one.shown.engine is None and one.endpoint.metrics is not None:
         hint = (
             f"; {one.owner} exports it if it is started with {SERVER_INFO[one.owner].metrics_option}"
             if one.owner
@@ -230,29 +230,33 @@ def _rows(one: Inspection) -> Iterator[tuple[str, Text]]:
     if one.adapters:
         named = [f"{name} (of {base})" for base, names in one.adapters.items() for name in names]
         yield "adapters", Text(_listed(named))
-    if one.engine and one.endpoint.metrics is not None:
-        lacking = sum(signal != MAX_LORA for signal in one.missing)
-        yield "load", Text(f"{len(one.present)} of {len(one.present) + lacking} signals{_values(one)}")
+    if one.shown.engine and one.endpoint.metrics is not None:
+        lacking = sum(signal != MAX_LORA for signal in one.shown.missing)
+        yield "load", Text(f"{len(one.shown.present)} of {len(one.shown.present) + lacking} signals{_values(one)}")
     yield from _ranks(one)
-    yield from _kv_events(one.endpoint, one.endpoint.ranks or one.ranks)
+    yield from _kv_events(one.endpoint, one.endpoint.ranks or one.shown.ranks)
     yield from _handover(one)
     yield from _kv_cache(one)
     said = one.said
-    slots = one.load.slots if one.load is not None and one.load.slots is not None else said and said.slots
+    slots = (
+        one.shown.metrics.slots
+        if one.shown.metrics is not None and one.shown.metrics.slots is not None
+        else said and said.slots
+    )
     if slots is not None:
         yield "slots", Text(f"{slots:,} requests at a time, as it reports")
-    if one.asks_load is not None:
-        yield "reports", Text(ASKED if one.asks_load else NOT_ASKED)
-    for signal in one.missing:
+    if one.shown.asks_load is not None:
+        yield "reports", Text(ASKED if one.shown.asks_load else NOT_ASKED)
+    for signal in one.shown.missing:
         yield "missing", Text(f"{signal}: {COSTS[signal]}", style="yellow")
-    for cost in dict.fromkeys(COSTS[signal] for signal in one.lacking):
-        signals = ", ".join(signal for signal in one.lacking if COSTS[signal] == cost)
+    for cost in dict.fromkeys(COSTS[signal] for signal in one.shown.lacking):
+        signals = ", ".join(signal for signal in one.shown.lacking if COSTS[signal] == cost)
         yield "no signal", Text(f"{signals}: {cost}", style="dim")
 
 
 def _kv_cache(one: Inspection) -> Iterator[tuple[str, Text]]:
     """The size of its cache that counts, and whose word that is."""
-    load, said = one.load, one.said
+    load, said = one.shown.metrics, one.said
     if one.endpoint.kv_cache_tokens is not None:
         yield "KV cache", Text(f"{one.endpoint.kv_cache_tokens:,} tokens, by the settings")
     elif load is not None and load.kv_tokens is not None:
@@ -269,12 +273,12 @@ def _kv_cache(one: Inspection) -> Iterator[tuple[str, Text]]:
 
 def _ranks(one: Inspection) -> Iterator[tuple[str, Text]]:
     """What becomes of its data-parallel ranks."""
-    configured, shown = one.endpoint.ranks or one.ranks, one.ranks
+    configured, shown = one.endpoint.ranks or one.shown.ranks, one.shown.ranks
     if configured == 1 < shown:
         yield "ranks", Text(f"{shown}, which are one endpoint (ranks: 1): the server distributes the requests itself")
     elif configured == shown > 1:
         yield "ranks", Text(f"{shown}, an endpoint each")
-    elif configured > 1 and one.load is None:
+    elif configured > 1 and one.shown.metrics is None:
         yield "ranks", Text(f"{configured} by the settings, an endpoint each")
     elif configured > 1:
         text = f"{configured} by the settings, but its metrics show {shown}: requests for the others may be refused"
@@ -316,20 +320,21 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _engine(one: Inspection) -> str:
-    if one.engine is None:
+    if one.shown.engine is None:
         unknown = "not detected" if one.endpoint.metrics is not None else "not scraped"
         return unknown if one.owner is None else f"{one.owner} (by its models)"
     how = "detected" if one.endpoint.engine == "auto" else "from the settings"
-    return f"{one.engine} ({how}{f', metrics at {one.page}' if one.page else ''})"
+    return f"{one.shown.engine} ({how}{f', metrics at {one.shown.page}' if one.shown.page else ''})"
 
 
 def _values(one: Inspection) -> str:
-    if one.load is None:
+    load = one.shown.metrics
+    if load is None:
         return ""
     values = [
-        f"{name} {getattr(one.load, name):{',.2f' if name == 'kv_utilization' else ',.0f'}}" for name in one.present
+        f"{name} {getattr(load, name):{',.2f' if name == 'kv_utilization' else ',.0f'}}" for name in one.shown.present
     ]
-    lora = one.load.lora
+    lora = load.lora
     if lora is not None:
         busy = _listed(sorted(lora.running | lora.waiting))
         values.append(f"adapters in use: {busy} (room for {lora.max_lora or 'an unknown number'})")

@@ -26,6 +26,30 @@ FIRST_SCRAPE_TIMEOUT_S = 3.0
 """The scraper tries again at once; here one response decides, and the first page of a cold server may be slow."""
 
 
+@dataclass(frozen=True, slots=True)
+class ShownLoad:
+    """What the question for metrics brought. A field is None or empty when it showed nothing."""
+
+    answered: bool
+    engine: str | None = None
+    present: tuple[str, ...] = ()
+    """Signals of load that its metrics show."""
+    missing: tuple[str, ...] = ()
+    """Signals that its engine should show and it does not."""
+    lacking: tuple[str, ...] = ()
+    """Signals that its engine never shows."""
+    asks_load: bool | None = None
+    """Whether its responses would be asked for load reports; None = its engine has none, or it is not known."""
+    metrics: LoadMetrics | None = None
+    ranks: int = 1
+    """Data-parallel ranks that they show; 1 = none."""
+    reported: Handover | None = None
+    """The connector that vLLM shows."""
+    page: str | None = None
+    """Where its metrics stand; None = they were not found, or are not to be asked for."""
+    problem: str | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
     """What one endpoint showed. A field is None or empty when it showed nothing."""
@@ -37,41 +61,26 @@ class Inspection:
     """Whether it would be called up; None = it is not to be asked."""
     health: str
     """What the question for health brought, in short."""
-    engine: str | None
     owner: str | None
     """The engine by its models, if it is one of `core.engines.server_info`."""
     models: tuple[str, ...] | None
     """Base models; None = it does not say."""
     adapters: dict[str, tuple[str, ...]]
     """Adapters by the base model that they say they belong to."""
-    present: tuple[str, ...]
-    """Signals of load that its metrics show."""
-    missing: tuple[str, ...]
-    """Signals that its engine should show and it does not."""
-    lacking: tuple[str, ...]
-    """Signals that its engine never shows."""
-    asks_load: bool | None
-    """Whether its responses would be asked for load reports; None = its engine has none, or it is not known."""
-    load: LoadMetrics | None
-    """What they said."""
-    ranks: int
-    """Data-parallel ranks that they show; 1 = none."""
+    shown: ShownLoad
     said: Description | None
     """What it says of itself outside its metrics."""
-    reported: Handover | None
-    """Its part where prefill and decode are apart, as its engine shows it; of vLLM the connector alone."""
-    page: str | None
-    """Where its metrics stand; None = they were not found, or are not to be asked for."""
     problems: tuple[str, ...]
     """Short texts, the worst first. Problems with metrics or models alone do not make an endpoint unusable."""
 
     @property
     def part(self) -> Part:
         """Its part where prefill and decode are apart: as configured, as it shows, and as lbproxy would use it."""
-        spec, reported = self.endpoint, self.reported
+        spec, said, ranks = self.endpoint, self.said, self.shown.ranks
+        reported = said.handover if said is not None and said.handover is not None else self.shown.reported
         is_used = states_role(reported) or spec.connector is None  # as the scraper and the prober report it
         models = None if self.models is None else frozenset(self.models)
-        hidden = self.ranks if (spec.ranks or self.ranks) == 1 else 1
+        hidden = ranks if (spec.ranks or ranks) == 1 else 1
         handover = handover_of(spec, reported if is_used else None)
         return Part(spec.name, models, spec.role, spec.connector, reported, handover, hidden)
 
@@ -79,23 +88,6 @@ class Inspection:
     def usable(self) -> bool:
         """lbproxy could send it requests now."""
         return self.reachable and self.healthy is not False
-
-
-@dataclass(frozen=True, slots=True)
-class _Load:
-    """What the question for metrics brought."""
-
-    answered: bool
-    engine: str | None = None
-    present: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()
-    lacking: tuple[str, ...] = ()
-    asks_load: bool | None = None
-    metrics: LoadMetrics | None = None
-    ranks: int = 1
-    reported: Handover | None = None
-    page: str | None = None
-    problem: str | None = None
 
 
 async def inspect(
@@ -134,19 +126,11 @@ async def inspect(
         reachable=any(answered),
         healthy=None if answer is None else answer.ok is True,
         health="not asked" if answer is None else answer.reason,
-        engine=load.engine,
         owner=owned_by if owned_by in SERVER_INFO else None,
         models=models,
         adapters=adapters,
-        present=load.present,
-        missing=load.missing,
-        lacking=load.lacking,
-        asks_load=load.asks_load,
-        load=load.metrics,
-        ranks=load.ranks,
+        shown=load,
         said=said,
-        reported=said.handover if said is not None and said.handover is not None else load.reported,
-        page=load.page,
         problems=tuple(problems),
     )
 
@@ -159,10 +143,10 @@ async def _ask_models(endpoint: EndpointSpec, connections: ConnectionPool, timeo
 
 async def _ask_load(
     endpoint: EndpointSpec, connections: ConnectionPool, settings: ScrapeSettings, engines: Engines
-) -> _Load:
+) -> ShownLoad:
     engine = None if endpoint.engine == "auto" else endpoint.engine
     if endpoint.metrics is None:
-        return _Load(False, engine)
+        return ShownLoad(False, engine)
     timeout_s = max(settings.timeout, FIRST_SCRAPE_TIMEOUT_S)
 
     async def ask(target: Target) -> bytes:
@@ -171,13 +155,13 @@ async def _ask_load(
     try:
         found = await find_page(endpoint, engines, ask)
     except ScrapeError as error:
-        return _Load(error.answered, engine, problem=error.detail)
+        return ShownLoad(error.answered, engine, problem=error.detail)
     table = engines.tables[found.engine]
     reader = PageReader(table, keep_s=0.0)
     reading = reader.read(found.page, scraped_at=0.0, wall_time=time.time())
     signals = table.signals()
     present = tuple(name for name, signal in signals.items() if signal and name not in reading.missing)
-    return _Load(
+    return ShownLoad(
         True,
         found.engine,
         present,

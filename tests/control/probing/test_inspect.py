@@ -40,11 +40,11 @@ def test_a_good_server_shows_everything() -> None:
         ) as server:
             found = await inspected(server)
             assert found.usable
-            assert found.engine == "vllm"
+            assert found.shown.engine == "vllm"
             assert found.models == ("base",)
             assert found.adapters == {"base": ("sql-lora", "chat-lora")}
-            assert found.present == SIGNALS
-            assert found.missing == ()
+            assert found.shown.present == SIGNALS
+            assert found.shown.missing == ()
             assert found.problems == ()
 
     run(main())
@@ -81,8 +81,8 @@ def test_missing_signals_are_named() -> None:
             {"/health": OK, "/v1/models": model_list("m"), "/metrics": page(b"vllm:num_requests_running 1\n")}
         ) as server:
             found = await inspected(server)
-            assert found.present == ("running",)
-            assert found.missing == tuple(name for name in SIGNALS if name != "running")
+            assert found.shown.present == ("running",)
+            assert found.shown.missing == tuple(name for name in SIGNALS if name != "running")
             assert found.usable
 
     run(main())
@@ -98,7 +98,7 @@ def test_a_page_that_is_of_no_engine_is_a_problem_but_not_fatal() -> None:
             assert found.usable
             fixed = await inspected(server, engine="vllm")
             assert fixed.problems == ("load unknown: none of vllm's metrics is on the page",)
-            assert fixed.missing == SIGNALS
+            assert fixed.shown.missing == SIGNALS
 
     run(main())
 
