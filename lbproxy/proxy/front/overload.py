@@ -55,21 +55,15 @@ class Meter(Protocol):
 
     def rss_bytes(self) -> int | None:
         """Memory in use; None = unknown."""
+        return None
 
     def limit_bytes(self) -> int | None:
         """Memory that may be used; None = unknown."""
+        return None
 
 
-class Unmetered:
+class Unmetered(Meter):
     """A meter without information."""
-
-    def rss_bytes(self) -> int | None:
-        """Unknown."""
-        return None
-
-    def limit_bytes(self) -> int | None:
-        """Unknown."""
-        return None
 
 
 class Lag:
