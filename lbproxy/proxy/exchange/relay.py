@@ -118,15 +118,6 @@ class Stage(Enum):
     FINISHED = "over"
 
 
-NEXT_STAGES: Final = {
-    Stage.HELD: frozenset({Stage.HEAD_SENT, Stage.COMMITTED, Stage.FINISHED}),
-    Stage.HEAD_SENT: frozenset({Stage.COMMITTED, Stage.FINISHED}),
-    Stage.COMMITTED: frozenset({Stage.FINISHED}),
-    Stage.FINISHED: frozenset(),
-}
-"""The table above; tests compare every change with it."""
-
-
 class Relay(PayloadWatcher):
     """One response: the net.connections.pool.Receiver of its body."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an exchange is doing, and what comes next.
+"""What an exchange is doing, and what comes next. Tests hold each change against this table.
 
     step          event                                                         next step
     READING       the request was read                                          PLACING
@@ -8,6 +8,7 @@
                   no endpoint listed its model, and all are asked again         LOOKING
                   there is no place for it                                      FINISHED
                   placed to be split                                            PREFILLING
+                  a second leg is placed, and prefill is gone: placed whole     PLACING
     LOOKING       they were asked                                               PLACING
     PREFILLING    prefilled, or cannot be split                                 PLACING
                   the second leg can be sent as well                            SENT or DIALLING
@@ -63,17 +64,3 @@ SWITCHED: Final = Step.SWITCHED
 BACKING_OFF: Final = Step.BACKING_OFF
 FINISHED: Final = Step.FINISHED
 """A look-up in an Enum takes 440 instructions, and each request changes its step four times."""
-
-NEXT_STEPS: Final = {
-    Step.READING: frozenset({Step.PLACING, Step.FINISHED}),
-    Step.PLACING: frozenset({Step.SENT, Step.DIALLING, Step.LOOKING, Step.PREFILLING, Step.PLACING, Step.FINISHED}),
-    Step.PREFILLING: frozenset({Step.PLACING, Step.SENT, Step.DIALLING, Step.BACKING_OFF, Step.FINISHED}),
-    Step.LOOKING: frozenset({Step.PLACING, Step.FINISHED}),
-    Step.DIALLING: frozenset({Step.SENT, Step.PLACING, Step.BACKING_OFF, Step.FINISHED}),
-    Step.SENT: frozenset({Step.PLACING, Step.RELAYING, Step.SWITCHED, Step.DIALLING, Step.BACKING_OFF, Step.FINISHED}),
-    Step.RELAYING: frozenset({Step.PLACING, Step.BACKING_OFF, Step.FINISHED}),
-    Step.SWITCHED: frozenset({Step.FINISHED}),
-    Step.BACKING_OFF: frozenset({Step.PLACING, Step.FINISHED}),
-    Step.FINISHED: frozenset(),
-}
-"""The table above; tests compare every change with it."""

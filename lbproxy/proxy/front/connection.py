@@ -6,9 +6,10 @@ Theory of operation. Received bytes go one of two ways, by the connection's stat
     state     event                                                                 next state
     FREE      a plain request (see proxy/request/plain.py), and the client reads    LANE
               anything else                                                         AIOHTTP
-    LANE or   its response is out, and nothing was received meanwhile               FREE
-    AIOHTTP   its response is out, and received bytes are buffered                  DEFERRED
-    AIOHTTP   its request switches to WebSocket                                     SWITCHED
+    LANE      its response is out, and nothing was received meanwhile               FREE
+              its response is out, and received bytes are buffered                  DEFERRED
+    AIOHTTP   the same                                                              FREE or DEFERRED
+              its request switches to WebSocket                                     SWITCHED
     DEFERRED  in the next turn of the loop, they are processed like any others      FREE
 
 In SWITCHED all bytes belong to a WebSocket, until the end. In AIOHTTP, aiohttp is given one message, whose end the walk
@@ -28,7 +29,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from enum import Enum
-from typing import Final, Protocol, cast
+from typing import Protocol, cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
@@ -67,14 +68,6 @@ class State(Enum):
     SWITCHED = "switched"
 
 
-NEXT_STATES: Final = {
-    State.FREE: frozenset({State.LANE, State.AIOHTTP}),
-    State.LANE: frozenset({State.FREE, State.DEFERRED}),
-    State.DEFERRED: frozenset({State.FREE}),
-    State.AIOHTTP: frozenset({State.FREE, State.DEFERRED, State.SWITCHED}),
-    State.SWITCHED: frozenset(),
-}
-"""The table above; tests compare every change with it."""
 FREE, LANE, DEFERRED, AIOHTTP, SWITCHED = State  # saves a look-up for each
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import asyncio
 
-from lbproxy.proxy.exchange.relay import NEXT_STAGES
 from tests.proxy.conftest import Stages
 from tests.support.aio import run, until
 from tests.support.compiled import interpreted
 from tests.support.endpoint import LAST, STREAM_HEAD, Received, ScriptedEndpoint, Wire, event
 from tests.support.rig import post, rig
+from tests.support.state_tables import STAGES
 
 
 @interpreted
@@ -56,4 +56,4 @@ def test_every_stage_of_the_table_is_taken_by_something(stages: Stages) -> None:
             await until(lambda: it.in_flight() == 0)
 
     run(main())
-    assert stages.taken == {(before, after) for before, nexts in NEXT_STAGES.items() for after in nexts}
+    assert stages.taken == STAGES
