@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 BUILT := build/compiled
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: run help test test-tools chaos soak hostile test-real test-clients test-loadgens check format lint types collected lock clean compiled bench-dashboard bench-overhead profile bench-routing \
+.PHONY: run help test test-tools chaos soak hostile test-real test-clients test-loadgens check format lint types collected lock clean compiled pictures bench-dashboard bench-overhead profile bench-routing \
         bench-routing-http bench-routing-real recording night wheels wheels-check wheels-test image-test sbom
 
 run: $(VENV)/.run
@@ -137,6 +137,10 @@ night: $(VENV)/.dev
 # Half an hour, at most; writes benchmarks/RESULTS.md. RESUME=1 goes on with a run that was stopped.
 bench-overhead: $(BUILT)/.made $(BENCH)/venv/.peers $(BENCH)/litellm/.peer
 	cd $(BUILT) && ../../$(BIN)/python -m benchmarks.overhead $(if $(RESUME),--resume)
+
+# All pictures in docs/ that show lbproxy, and what `night` writes: 13 minutes. A test says when they are old.
+pictures: recording night
+	$(BIN)/python -m benchmarks.dashboard --endpoints 3 --pictures docs/images
 
 # What the dashboard costs; with PICTURES=folder what it looks like. ENDPOINTS=100
 bench-dashboard: $(VENV)/.dev

@@ -2,7 +2,7 @@
 """What the dashboard costs lbproxy: its CPU time with viewers and without, in turns, in one run.
 
     python -m benchmarks.dashboard                       100 endpoints, 5 viewers
-    python -m benchmarks.dashboard --pictures FOLDER     and what it looks like (needs Chromium)
+    python -m benchmarks.dashboard --pictures FOLDER     and what it looks like (needs Chromium); `make pictures`
 
 All endpoints are simulated servers in one process, scraped and probed at the defaults; 1,000 requests have been made,
 so that as many are remembered. A viewer reads the feed as the page does. CPU time is user and system time by /proc.
@@ -17,25 +17,24 @@ import random
 import statistics
 import tempfile
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from io import BytesIO
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import aiohttp
-from PIL import Image
 
 from tests.support.browser import Page
 from tests.support.browser import page as browser_page
 from tests.support.fleet import MODEL, fleet
-from tests.support.process import changing, lbproxy
+from tests.support.pictures import save
+from tests.support.process import Process, changing, lbproxy, mock
 
 TURNS = 2
 REMEMBERED = 1000
 USERS = 12
 LOADED_S = 60.0
-WIDTH = 1440
+WIDE, NARROW = 1440, 390
+DOCS = Path("docs/images")
 READY = "document.getElementById('connection-text').textContent === 'Live'"
-COLOURS = 128
 
 
 def cpu_s(pid: int) -> float:
@@ -105,51 +104,48 @@ async def run_cost(pid: int, url: str, admin: str, options: argparse.Namespace) 
     print(f"the dashboard costs {cost:.2f} % of a core; a viewer gets {each / 1024:.0f} KiB a second")
 
 
-async def run_pictures(url: str, admin: str, options: argparse.Namespace) -> None:
-    """PNG files of the page under load, one endpoint draining."""
+async def run_pictures(victim: Process, url: str, admin: str, options: argparse.Namespace) -> None:
+    """PNG files of the page under load: one endpoint is draining, `victim`'s is down."""
     rng = random.Random(1)
 
     async def use(client: aiohttp.ClientSession) -> None:
         while True:
-            await ask(client, url, rng, rng.randrange(20, 160))
+            with suppress(aiohttp.ClientError):  # its server was killed
+                await ask(client, url, rng, rng.randrange(20, 160))
             await asyncio.sleep(rng.random())
 
     options.pictures.mkdir(parents=True, exist_ok=True)
     async with aiohttp.ClientSession() as client, browser_page() as tab, asyncio.TaskGroup() as group:
         tasks = [group.create_task(use(client)) for _ in range(USERS * (5 if options.endpoints > 10 else 1))]
-        await tab.look(WIDTH, 900)
+        await tab.look(WIDE, 900)
         await tab.visit(f"{admin}/dashboard")
         await tab.until(READY)
         await asyncio.sleep(LOADED_S)
-        name = f"gpu-{min(3, options.endpoints):03d}" if options.endpoints > 10 else "gpu-3"
-        await client.post(f"{admin}/admin/endpoints/{name}/drain", headers=changing(admin))
-        await asyncio.sleep(3.0)
-        await take(tab, options.pictures / f"dashboard-{options.endpoints}")
+        async with client.get(f"{admin}/admin/endpoints") as answer:
+            names = [one["name"] for one in (await answer.json())["endpoints"]]
+        await client.post(f"{admin}/admin/endpoints/{names[2]}/drain", headers=changing(admin))
+        victim.kill()
+        await asyncio.sleep(8.0)
+        await take(tab, options.pictures)
         for task in tasks:
             task.cancel()
 
 
-async def take(tab: Page, path: Path) -> None:
-    """The page in light and dark, what explains a request, and a narrow screen."""
-    height = min(1500, await tab.js("document.body.scrollHeight"))
-    for scheme in ("light", "dark"):
-        await tab.look(WIDTH, height, scheme)
-        await asyncio.sleep(1.0)
-        save(await tab.picture(), path.with_name(f"{path.name}-{scheme}.png"))
-    await tab.js("document.querySelector('button.id').click()")
-    await tab.until("document.getElementById('explanation').innerText.includes('Attempt 1')")
-    save(await tab.picture(), path.with_name(f"{path.name}-explain.png"))
-    await tab.js("document.getElementById('explain').close()")
-    await tab.look(420, 900, "dark")
-    await asyncio.sleep(1.0)
-    save(await tab.picture(), path.with_name(f"{path.name}-narrow.png"))
-
-
-def save(picture: bytes, path: Path) -> None:
-    """With few colours, which is a third of the bytes."""
-    image = Image.open(BytesIO(picture)).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
-    image.save(path, optimize=True)
-    print(f"{path}: {path.stat().st_size / 1024:.0f} KiB", flush=True)
+async def take(tab: Page, folder: Path) -> None:
+    """The page on a wide screen and on a phone, in light and dark, and what explains a request: for the documentation
+    only what that shows.
+    """
+    for name, width, height in (("dashboard", WIDE, 1100), ("dashboard-phone", NARROW, 844)):
+        for scheme in ("dark", "light"):
+            await tab.look(width, height, scheme)
+            await asyncio.sleep(1.0)
+            if folder != DOCS or scheme == "light":
+                save(await tab.picture(), folder / (f"{name}.png" if scheme == "light" else f"{name}-{scheme}.png"))
+    if folder != DOCS:
+        await tab.look(WIDE, 1100)
+        await tab.js("document.querySelector('button.id').click()")
+        await tab.until("document.getElementById('explanation').innerText.includes('Attempt 1')")
+        save(await tab.picture(), folder / "dashboard-explain.png")
 
 
 def main() -> None:
@@ -160,14 +156,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--pictures", type=Path)
     options = parser.parse_args()
-    with fleet(options.endpoints) as urls, tempfile.TemporaryDirectory() as folder:
+    with fleet(options.endpoints) as urls, tempfile.TemporaryDirectory() as folder, ExitStack() as mortal:
         width = 3 if options.endpoints > 10 else 1
         named = [f"{{url: '{url}', name: gpu-{n:0{width}d}}}" for n, url in enumerate(urls, 1)]
+        victim, its_url = mortal.enter_context(mock("--model", MODEL))
+        named.append(f"{{url: '{its_url}', name: gpu-{options.endpoints + 1:0{width}d}}}")
         with lbproxy(Path(folder), named, "log: {access: false}\n") as (process, url, admin):
             process.wait_for("listens on")
-            asyncio.run(wait_up(admin, len(urls)))
+            asyncio.run(wait_up(admin, len(named)))
             if options.pictures is not None:
-                asyncio.run(run_pictures(url, admin, options))
+                asyncio.run(run_pictures(victim, url, admin, options))
             else:
                 asyncio.run(run_cost(process.process.pid, url, admin, options))
 

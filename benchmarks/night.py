@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import shutil
 import socket
 import sys
@@ -29,7 +28,6 @@ from typing import Any, TypedDict
 import aiohttp
 import orjson
 import uvloop
-from PIL import Image
 
 from lbproxy.demo.fleet import DemoFleet, Fields
 from lbproxy.demo.load import DemoLoad, of_phase
@@ -39,6 +37,7 @@ from lbproxy.demo.traffic import MODEL, SERVERS, mock_arguments
 from lbproxy.sim.workloads.mix import everyday
 from tests.support.browser import BROWSER
 from tests.support.browser import page as browser_page
+from tests.support.pictures import save
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "night.json"
@@ -51,7 +50,7 @@ LOOK_S = 1.0
 """How often Prometheus is asked what it fires."""
 PATIENCE_S = 20.0
 """How long a request worth explaining is waited for."""
-WIDTH, HEIGHT, COLOURS = 1440, 680, 96
+WIDTH, HEIGHT = 1440, 680
 
 
 class Shown(TypedDict):
@@ -286,9 +285,7 @@ async def picture(url: str) -> None:
         await tab.until("document.getElementById('connection-text').textContent === 'Live'")
         await asyncio.sleep(2.0)
         taken = await tab.picture()
-    image = Image.open(io.BytesIO(taken)).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
-    image.save(PICTURE, optimize=True)
-    print(f"{PICTURE}: {PICTURE.stat().st_size / 1024:.0f} KiB", flush=True)
+    save(taken, PICTURE)
 
 
 # --- Prometheus -------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.segment import Segment
 from rich.style import Style
 
+from lbproxy import __version__
 from lbproxy.demo.show import EIGHTHS, picture, summary
 from lbproxy.demo.traffic import TrafficOptions, View, run_traffic
 
@@ -137,7 +138,15 @@ def main() -> None:
     few = palette()
     flat = [frame.quantize(palette=few, dither=Image.Dither.NONE) for frame in frames]
     durations = [FRAME_MS] * (len(flat) - 1) + [LAST_MS]
-    flat[0].save(OUT, save_all=True, append_images=flat[1:], duration=durations, loop=0, optimize=True)
+    flat[0].save(
+        OUT,
+        save_all=True,
+        append_images=flat[1:],
+        duration=durations,
+        loop=0,
+        optimize=True,
+        comment=f"lbproxy {__version__}",
+    )
     if options.frames is not None:
         options.frames.mkdir(parents=True, exist_ok=True)
         for number in range(0, len(frames), 8):

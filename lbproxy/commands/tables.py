@@ -119,12 +119,9 @@ def offer(state: Fields) -> Text:
     text = Text(f"{plain(state['listen'])} {what}" if state.get("listen") else what)
     for line in [need for one in state.get("models") or () if (need := _need(one)) is not None][:MAX_MODELS]:
         text.append(f"\n{line}")
-    judged = [one for one in state["transitions"] if "draining" not in {one["from"], one["to"]}]
-    reasons = {one["endpoint"]: one for one in reversed(judged)}
     ailing = [one for one in state["endpoints"] if one["health"] not in {"up", "starting"} and not one["leaving"]]
     for one in ailing[:MAX_AILING]:
-        found = reasons.get(one["name"])
-        why = f": {plain(found['reason'])}" if found and found["to"] == one["health"] else ""
+        why = f": {plain(one['reason'])}" if one.get("reason") else ""  # 0.2.0 says it of no endpoint
         text.append(f"\n{plain(one['name'])} is {plain(one['health']).replace('_', ' ')}{why}", style="red")
     if len(ailing) > MAX_AILING:
         text.append(f"\nand {len(ailing) - MAX_AILING} more", style="red")

@@ -165,7 +165,9 @@ class Proxy:
         self.telemetry.watch_sleeping(self.drivers.sleep)
         self.discovery = Discovery(settings, rng)
         self.telemetry.watch_sources(self.discovery)
-        self.history = History(self.telemetry.totals, runtime.snapshot)
+        self.history = History(
+            self.telemetry.totals, runtime.snapshot, lambda: runtime.balancer.queue(now=runtime.now())
+        )
         self.overlay = Overlay()
         self._handed_over = asyncio.Event()
         """A successor has the listening sockets."""

@@ -8,7 +8,7 @@ import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import pytest
@@ -145,6 +145,157 @@ def test_six_tiles_are_a_row_where_six_fit_and_no_figure_is_cut_off(servers: lis
                 await tab.look(1440, 900)
                 await tab.until("innerWidth === 1440")
                 assert await tab.js(f"{note}, {wide}") == [True, False], "a state with a long note fits into the table"
+                assert tab.complaints == []
+
+    run(main(), timeout_s=240)
+
+
+NOBODY = "{url: 'http://127.0.0.1:9', name: gone}"
+SCREENS = [(1440, 900, "light"), (1440, 900, "dark"), (390, 844, "light"), (390, 844, "dark")]
+PALE = """(() => {
+    const canvas = new OffscreenCanvas(1, 1).getContext('2d', {willReadFrequently: true});
+    const rgb = (...colors) => {
+        canvas.clearRect(0, 0, 1, 1);
+        for (const color of colors) { canvas.fillStyle = color; canvas.fillRect(0, 0, 1, 1); }
+        return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
+    };
+    const linear = (one) => one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4;
+    const light = (color) => color.map((one) => linear(one / 255))
+        .reduce((sum, one, index) => sum + one * [0.2126, 0.7152, 0.0722][index], 0);
+    const pale = [];
+    for (const element of document.querySelectorAll('main *, header *')) {
+        const text = [...element.childNodes].filter((one) => one.nodeType === 3).map((one) => one.data.trim()).join('');
+        if (!text || !element.checkVisibility() || element.closest('.unseen')) continue;
+        const under = [];
+        for (let at = element; at; at = at.parentElement) under.unshift(getComputedStyle(at).backgroundColor);
+        const [back, front] = [light(rgb(...under)), light(rgb(...under, getComputedStyle(element).color))];
+        const ratio = (Math.max(back, front) + 0.05) / (Math.min(back, front) + 0.05);
+        if (ratio < 4.5) pale.push(`${text}: ${ratio.toFixed(1)}`);
+    }
+    return pale;
+})()"""
+"""Texts whose contrast is below WCAG's 4.5 (AA)."""
+
+
+@pytest.mark.parametrize(("width", "height", "scheme"), SCREENS)
+def test_what_needs_attention_is_seen_first_on_each_screen(
+    width: int, height: int, scheme: Literal["light", "dark"], servers: list[str], tmp_path: Path
+) -> None:
+    """What is down, why, and the button that acts on it: in the first screen, without scrolling in any direction."""
+    rows = "[...document.querySelectorAll('#endpoints tbody tr')]"
+    inside = "((one) => one.top >= 0 && one.left >= 0 && one.bottom <= innerHeight && one.right <= innerWidth)"
+
+    async def main() -> None:
+        with lbproxy(tmp_path, [*named(servers), NOBODY]) as (_, url, admin):
+            async with page() as tab, httpx.AsyncClient() as client:
+                await ask(client, url, "seen-1")
+                await tab.look(width, height, scheme)
+                await tab.visit(f"{admin}/dashboard")
+                await tab.until(f"{LIVE} && {state_is('gone', 'down')} && {state_is('gpu-3', 'up')}")
+                await client.post(f"{admin}/admin/endpoints/gpu-3/drain", headers=changing(admin))
+                await tab.until(state_is("gpu-3", "drained"))
+                order = await tab.js(f"{rows}.map((row) => row.querySelector('.name').textContent)")
+                assert order == ["gone", "gpu-3", "gpu-1", "gpu-2"]
+                assert "Connection refused" in await tab.js(f"{rows}[0].innerText")
+                for what in (".name", ".note", "button"):
+                    assert await tab.js(f"{inside}({rows}[0].querySelector('{what}').getBoundingClientRect())"), what
+                assert await tab.js("document.documentElement.scrollWidth") <= width
+                assert await tab.js(
+                    "[...document.querySelectorAll('main .scroll')].every((one) => one.scrollWidth <= one.clientWidth)"
+                )
+                assert await tab.js(PALE) == []
+                assert tab.complaints == []
+
+    run(main(), timeout_s=240)
+
+
+def test_a_phone_is_used_by_keyboard_alone_and_read_aloud(servers: list[str], tmp_path: Path) -> None:
+    """Rows that look like cards are still those of a table, and the focus is always on something that is seen."""
+    focus = "document.activeElement"
+    label = f"({focus}.getAttribute('aria-label') ?? {focus}.textContent)"
+
+    async def main() -> None:
+        with lbproxy(tmp_path, named(servers)) as (_, url, admin):
+            async with page() as tab, httpx.AsyncClient() as client:
+                await ask(client, url, "seen-1")
+                await tab.look(390, 844)
+                await tab.visit(link(admin))
+                await tab.until(f"{LIVE} && {state_is('gpu-3', 'up')} && document.querySelector('button.id') !== null")
+                nodes = (await tab.call("Accessibility.getFullAXTree"))["nodes"]
+                found = [(one["role"]["value"], one.get("name", {}).get("value", "")) for one in nodes]
+                assert ("button", "Drain gpu-1") in found
+                assert any(role == "table" and name.startswith("Endpoints") for role, name in found)
+                assert any(role == "rowheader" and name.startswith("gpu-1") for role, name in found)
+
+                async def tab_to(wanted: str) -> None:
+                    for _ in range(30):
+                        await tab.press("Tab", 9)
+                        assert await tab.js(f"{focus}.checkVisibility() && {focus}.getBoundingClientRect().width > 1")
+                        if await tab.js(label) == wanted:
+                            return
+                    raise AssertionError(f"the focus never comes to {wanted}")
+
+                await tab_to("Drain gpu-1")
+                await tab.press("Enter", 13, "\r")
+                await tab.until(state_is("gpu-1", "drained"))
+                await tab_to("seen-1")
+                await tab.press("Enter", 13, "\r")
+                await tab.until("document.getElementById('explanation').innerText.includes('Attempt 1: gpu-')")
+                assert await tab.js("document.getElementById('explain').scrollWidth") <= 390
+                await tab.press("Escape", 27)
+                await tab.until("!document.getElementById('explain').open")
+                assert await tab.js(label) == "seen-1"
+                assert tab.complaints == []
+
+    run(main(), timeout_s=240)
+
+
+TILE = "[...document.querySelectorAll('.tile')].find((one) => one.innerText.startsWith('{}'))"
+
+
+def test_streamed_tokens_count_as_they_come_and_hits_where_they_are_reported(
+    servers: list[str], tmp_path: Path
+) -> None:
+    """Most clients' streams have no usage: that is no token and no hit of 0."""
+    tokens, hits = (
+        f"{TILE.format(head)}.querySelector('.figure').textContent" for head in ("Response tok", "Prompt tok")
+    )
+
+    async def main() -> None:
+        with lbproxy(tmp_path, named(servers[:1])) as (_, url, admin):
+            async with page() as tab, httpx.AsyncClient(timeout=60) as client:
+                await tab.visit(f"{admin}/dashboard")
+                await tab.until(f"{LIVE} && {state_is('gpu-1', 'up')}")
+                prompt = "Say something nice. " * 40
+                body = {"model": MODEL, "prompt": prompt, "max_tokens": 100, "ignore_eos": True, "stream": True}
+                await client.post(f"{url}/v1/completions", json=body)
+                await tab.until(f"parseFloat({tokens}) > 0")
+                assert await tab.js(hits) == DASH
+                for _ in range(2):
+                    await client.post(f"{url}/v1/completions", json=body | {"stream": False})
+                await tab.until(f"parseFloat({hits}) > 40")
+                assert tab.complaints == []
+
+    run(main(), timeout_s=240)
+
+
+def test_who_is_held_and_why_is_shown(servers: list[str], tmp_path: Path) -> None:
+    one = "admission: {max_in_flight_per_endpoint: 1}"
+
+    async def main() -> None:
+        with lbproxy(tmp_path, named(servers[:1]), one) as (_, url, admin):
+            async with page() as tab, httpx.AsyncClient(timeout=120) as client:
+                await tab.visit(f"{admin}/dashboard")
+                await tab.until(f"{LIVE} && {state_is('gpu-1', 'up')}")
+                body = {"model": MODEL, "prompt": "x", "max_tokens": 4000, "ignore_eos": True}
+                running = [asyncio.ensure_future(client.post(f"{url}/v1/completions", json=body)) for _ in range(40)]
+                held = TILE.format("In flight, and held")
+                await tab.until(f"/1 \\/ [1-9]/.test({held}.innerText) && {held}.querySelector('small').textContent")
+                why = await tab.js(f"{held}.querySelector('small').textContent")
+                groups = await tab.js("document.getElementById('groups').innerText")
+                assert why.removeprefix("for ") in groups
+                for request in running:
+                    request.cancel()
                 assert tab.complaints == []
 
     run(main(), timeout_s=240)
@@ -404,7 +555,7 @@ def test_screen_readers_find_tables_names_and_states(servers: list[str], tmp_pat
                 assert any(role == "table" and name.startswith("Endpoints") for role, name in found)
                 assert ("columnheader", "in flight") in found
                 assert any(
-                    role in {"image", "img"} and name.startswith("Requests per second, last") for role, name in found
+                    role in {"image", "img"} and name.startswith("First byte of streams, last") for role, name in found
                 )
                 live = await tab.js("document.querySelectorAll('[aria-live], [role=status], [role=alert]').length")
                 assert live == 2, "the connection and what was done; no number that changes each second"

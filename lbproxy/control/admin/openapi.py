@@ -118,6 +118,7 @@ _ENDPOINT = record(
     limits_used=_each(NUMBER),
     from_=TEXT,
     health=_HEALTH,
+    reason=_maybe(TEXT),
     draining=FLAG,
     leaving=FLAG,
     drained=FLAG,
@@ -221,9 +222,12 @@ _POINT = record(
     errors=COUNT,
     rejected=COUNT,
     completion_tokens=COUNT,
+    prompt_tokens=COUNT,
+    cached_tokens=COUNT,
     first_byte_ms=record(p50=_maybe(NUMBER), p95=_maybe(NUMBER)),
     in_flight=COUNT,
     waiting=COUNT,
+    waiting_by_reason=_each(COUNT),
 )
 
 _REQUEST = record(

@@ -149,6 +149,7 @@ class ShownState:
             "limits_used": {name: round(share, 4) for name, share in one.limits_used},
             "from": self._origin(endpoint.server),
             "health": one.health.value,
+            "reason": one.reason or None,
             "draining": one.draining,
             "leaving": one.removed,
             "drained": one.draining and not one.in_flight and self.knows_all,

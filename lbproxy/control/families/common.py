@@ -104,7 +104,11 @@ class RequestTotals:
     first_bytes: list[int]
     """Streams by time to their first byte: by its bucket."""
     tokens: int
-    """Tokens of responses."""
+    """Tokens of responses that are no streams, as usage reports them. Of streams see EndpointSnapshot."""
+    prompt_tokens: int = 0
+    """Of prompts of which the response says how many tokens were cached."""
+    cached_tokens: int = 0
+    """How many of these were."""
     requests: int = 0
     errors: int = 0
     """Requests that an endpoint or lbproxy failed."""

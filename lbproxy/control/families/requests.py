@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Final
 
@@ -86,6 +87,24 @@ class _Series:
             self.by_model[kind.label, kind.outcome] += kind.count
 
 
+@dataclass(slots=True)
+class _Tokens:
+    """As the usage of responses reports them."""
+
+    prompt: int = 0
+    completion: int = 0
+    whole: int = 0
+    """Of responses that are no streams."""
+    told: int = 0
+    """Of prompts of which the response says how many were cached."""
+    told_cached: int = 0
+    """How many of these were cached."""
+    predicted: float = 0.0
+    """Of prompts, expected in a cache where the response says how many were."""
+    observed: float = 0.0
+    """How many of these were."""
+
+
 class RequestCounts:
     """Counts requests that ended."""
 
@@ -97,10 +116,7 @@ class RequestCounts:
         self._queue_wait = Histogram(QUEUE_BUCKETS)
         self._attempts = 0
         self._retries = 0
-        self._tokens = [0, 0]
-        """Tokens of prompts and of responses."""
-        self._cached_tokens = [0.0, 0.0]
-        """Cached tokens of prompts, as expected and as endpoints said, over the responses that say."""
+        self._tokens = _Tokens()
         self._request_bytes = 0
         self._response_bytes = 0
         self._failed: defaultdict[tuple[str, str], int] = defaultdict(int)
@@ -138,13 +154,19 @@ class RequestCounts:
         self._response_bytes += record.response_bytes
 
     def _count_tokens(self, usage: Usage, record: RequestRecord) -> None:
-        self._tokens[0] += usage.prompt_tokens or 0
-        self._tokens[1] += usage.completion_tokens or 0
+        tokens = self._tokens
+        tokens.prompt += usage.prompt_tokens or 0
+        tokens.completion += usage.completion_tokens or 0
+        if not record.stream:
+            tokens.whole += usage.completion_tokens or 0
         predicted = record.predicted_cached_tokens
         cached = usage.cached_tokens if record.prefill is None else record.cached_tokens
-        if cached is not None and predicted is not None:
-            self._cached_tokens[0] += predicted
-            self._cached_tokens[1] += cached
+        if cached is not None:
+            tokens.told += usage.prompt_tokens or 0
+            tokens.told_cached += cached
+            if predicted is not None:
+                tokens.predicted += predicted
+                tokens.observed += cached
 
     def _kind_of(self, record: RequestRecord) -> _Kind:
         """The kind of a record, of which there was none yet; or that of all models that are not known to be served."""
@@ -183,7 +205,8 @@ class RequestCounts:
     def totals(self) -> RequestTotals:
         """What was counted since the start."""
         self._add_up()
-        totals = RequestTotals(first_bytes=[0] * (len(FIRST_BYTE_BUCKETS) + 1), tokens=self._tokens[1])
+        totals = RequestTotals(first_bytes=[0] * (len(FIRST_BYTE_BUCKETS) + 1), tokens=self._tokens.whole)
+        totals.prompt_tokens, totals.cached_tokens = self._tokens.told, self._tokens.told_cached
         for (_, outcome, status), count in self._series.by_route.items():
             totals.requests += count
             if status >= 500 or outcome in _BROKEN:
@@ -232,10 +255,12 @@ class RequestCounts:
         yield queue_wait
         yield counter("attempts", "Attempts to send a request to an endpoint", self._attempts)
         yield counter("retries", "Attempts after a request's first", self._retries)
-        yield counter("prompt_tokens", "Prompt tokens, if the response's usage reports them", self._tokens[0])
-        yield counter("completion_tokens", "Response tokens, if the response's usage reports them", self._tokens[1])
+        yield counter("prompt_tokens", "Prompt tokens, if the response's usage reports them", self._tokens.prompt)
+        yield counter(
+            "completion_tokens", "Response tokens, if the response's usage reports them", self._tokens.completion
+        )
         text = "Cached prompt tokens: as predicted at placement, and as observed if usage reports them"
-        kinds = zip((("predicted",), ("observed",)), self._cached_tokens, strict=True)
+        kinds = ((("predicted",), self._tokens.predicted), (("observed",), self._tokens.observed))
         yield counters("cached_prompt_tokens", text, ("kind",), kinds)
         yield counter("request_bytes", "Bytes of request bodies", self._request_bytes)
         yield counter("response_bytes", "Bytes of responses sent to clients", self._response_bytes)

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from lbproxy.control.families.common import RequestTotals
 from lbproxy.control.families.requests import FIRST_BYTE_BUCKETS
 from lbproxy.control.telemetry.access_line import stamp
+from lbproxy.core.endpoints.endpoint import EndpointUid
+from lbproxy.core.observed.learned import QueueSnapshot
 from lbproxy.core.observed.snapshot import PoolSnapshot
 
 STEP_S = 5.0
@@ -24,10 +26,18 @@ STEPS = 120
 class History:
     """`run` it as a loop; `points` says what it saw."""
 
-    def __init__(self, totals: Callable[[], RequestTotals], snapshot: Callable[[], PoolSnapshot]) -> None:
+    def __init__(
+        self,
+        totals: Callable[[], RequestTotals],
+        snapshot: Callable[[], PoolSnapshot],
+        queue: Callable[[], QueueSnapshot],
+    ) -> None:
         self._totals = totals
         self._snapshot = snapshot
+        self._queue = queue
         self._before = totals()
+        self._streamed: dict[EndpointUid, int] = {}
+        """Tokens of streams of each endpoint, until now."""
         self._points: deque[dict[str, object]] = deque(maxlen=STEPS)
 
     @property
@@ -54,12 +64,20 @@ class History:
                 "requests": after.requests - before.requests,
                 "errors": after.errors - before.errors,
                 "rejected": after.rejected - before.rejected,
-                "completion_tokens": after.tokens - before.tokens,
+                "completion_tokens": after.tokens - before.tokens + self._newly_streamed(pool),
+                "prompt_tokens": after.prompt_tokens - before.prompt_tokens,
+                "cached_tokens": after.cached_tokens - before.cached_tokens,
                 "first_byte_ms": {"p50": quantile_ms(first_bytes, 0.5), "p95": quantile_ms(first_bytes, 0.95)},
                 "in_flight": sum(one.in_flight for one in pool.endpoints),
                 "waiting": pool.waiting,
+                "waiting_by_reason": self._queue().by_reason if pool.waiting else {},
             }
         )
+
+    def _newly_streamed(self, pool: PoolSnapshot) -> int:
+        """Tokens of streams since the last point: as they come, whether or not a usage follows them."""
+        before, self._streamed = self._streamed, {one.endpoint.uid: one.tokens_streamed for one in pool.endpoints}
+        return sum(tokens - before.get(uid, 0) for uid, tokens in self._streamed.items())
 
 
 def quantile_ms(counts: Sequence[int], share: float) -> float | None:

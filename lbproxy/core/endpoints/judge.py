@@ -98,7 +98,7 @@ class Judge:
         if like is not None:
             is_known = like.health in {Health.STARTING, Health.DOWN}
             state.health = like.health if is_known else Health.UP  # the breaker judges each rank by itself
-            state.standing.was_up = like.standing.was_up
+            state.standing.was_up, state.standing.reason = like.standing.was_up, like.standing.reason
         elif state.endpoint.health is None:
             state.health = Health.UP
             self._came_up(state, now)
@@ -298,6 +298,7 @@ class Judge:
         self._serving.changed(state)
         if self._serving.is_readmitted(state):
             reason += "; used although ejected, as less than half would be left"
+        state.standing.reason = reason
         self.transitions.append(Transition(state.endpoint, before, state.health, reason, cause))
 
     def _reached(self, state: EndpointState) -> None:

@@ -52,6 +52,8 @@ class Standing:
     """When a probe or a trial was last sent to it while it was down."""
     woken_at: float = float("-inf")
     """When it was awake again after it had slept or had not been there: see `core.sleeping`."""
+    reason: str = ""
+    """Why its health is what it is; empty: it never changed."""
     was_up: bool = False
     """It took requests before."""
     refused_connection: bool = False
@@ -337,6 +339,8 @@ class EndpointSnapshot:
     """See EndpointState."""
     limits_used: tuple[tuple[str, float], ...] = ()
     """The used share of each of its own limits, 0 or more, by the name of its key in the settings."""
+    reason: str = ""
+    """See Standing."""
 
     @property
     def serving(self) -> bool:
@@ -372,6 +376,7 @@ def snapshot_of(state: EndpointState, share: float, readmitted: bool, now: float
         reported_handover=state.reported.handover,
         dormant=state.dormant,
         limits_used=() if state.allowance is None else state.allowance.used(state.requests, now),
+        reason=state.standing.reason,
     )
 
 

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import get_args
 
 import httpx
@@ -35,6 +36,7 @@ from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec, EndpointUid
 from lbproxy.core.endpoints.health import Health, Transition
 from lbproxy.core.observed.learned import FULL_BY
 from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.observed.snapshot import PoolSnapshot
 from lbproxy.core.queue.ticket import TicketState, Wait
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
@@ -114,7 +116,9 @@ class Site:
             origin=self.steering.origin,
             loads=loads,
         )
-        history = History(lambda: RequestTotals([0] * 12, 0), pool.runtime.snapshot)
+        history = History(
+            lambda: RequestTotals([0] * 12, 0), pool.runtime.snapshot, lambda: pool.balancer.queue(now=0.0)
+        )
         self.api = Api(pool.runtime, state, history, self.steering)
         self.admin = Admin(pool.runtime, self.front, FakePages(), None, self.api)
 
@@ -509,12 +513,26 @@ def test_history_is_what_was_counted_since_the_last_step() -> None:
 
     async def main() -> None:
         async with site() as (made, _):
-            history = History(lambda: counted[-1], made.rig.runtime.snapshot)
-            counted.append(RequestTotals([*counted[0].first_bytes], 50, requests=10, errors=2, rejected=1))
+            pool, waiting = made.rig.runtime.snapshot, replace(made.rig.balancer.queue(now=0.0), by_reason={"space": 2})
+            streamed, shown = [7], pool()
+
+            def snapshot() -> PoolSnapshot:
+                one = replace(shown.endpoints[0], tokens_streamed=streamed[-1])
+                return replace(shown, endpoints=[one, *shown.endpoints[1:]], waiting=2 * (streamed[-1] < 30))
+
+            history = History(lambda: counted[-1], snapshot, lambda: waiting)
+            history.sample(5.0)
+            assert history.points[-1]["completion_tokens"] == 7, "of streams, whose usage may never come"
+            streamed.append(30)
+            before = {"prompt_tokens": 400, "cached_tokens": 100, "requests": 10, "errors": 2, "rejected": 1}
+            counted.append(RequestTotals([*counted[0].first_bytes], 50, **before))
             counted[-1].first_bytes[2] = 4  # from 25 to 50 ms
             history.sample(5.0)
-            (point,) = history.points
-            assert (point["requests"], point["errors"], point["rejected"], point["completion_tokens"]) == (10, 2, 1, 50)
+            first, point = history.points
+            assert (first["waiting"], first["waiting_by_reason"]) == (2, {"space": 2})
+            assert {name: point[name] for name in before} == before
+            assert (point["waiting"], point["waiting_by_reason"]) == (0, {})
+            assert point["completion_tokens"] == 50 + 30 - 7
             assert point["first_byte_ms"] == {"p50": 37.5, "p95": 48.75}
             history.sample(5.0)
             assert history.points[-1]["requests"] == 0

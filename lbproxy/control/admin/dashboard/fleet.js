@@ -18,8 +18,12 @@ const isServing = (one) => one.health === "up" && !one.draining && !one.leaving 
 const isBlind = (one) => one.metrics_age_s !== null && one.waiting === null && one.running === null && one.kv_utilization === null;
 const needsLook = (one) => (!isServing(one) && sleepOf(one) === null) || one.sleep?.failures > 0 || one.backing_off || one.share < 1 || isBlind(one);
 
+/** What needs a look most comes first: what is down, what is only slowed, the rest. */
+const attentionOf = (one) => (!needsLook(one) ? 2 : ["down", "ejected"].includes(stateOf(one)) ? 0 : 1);
+
 function notesOf(one) {
   const notes = [];
+  if (one.reason && !["up", "starting"].includes(one.health) && sleepOf(one) === null) notes.push(plain(one.reason));
   if (one.draining || one.leaving) {
     if (one.health !== "up") notes.push(words(one.health));
     if (one.in_flight) notes.push(`${number(one.in_flight)} still running`);
@@ -30,7 +34,7 @@ function notesOf(one) {
   if (one.readmitted) notes.push("used although ejected");
   if (one.backing_off) notes.push("backing off");
   if (one.share < 1) notes.push(`slow start, ${percent(one.share)}`);
-  if (isBlind(one)) notes.push(`no metrics for ${duration(one.metrics_age_s)}`);
+  if (isBlind(one) && one.health !== "down") notes.push(`no metrics for ${duration(one.metrics_age_s)}`);
   return notes.join(", ");
 }
 
@@ -46,6 +50,7 @@ function roomOf(one) {
 const showRoom = (left, one) => (left === null ? "–" : fullBy(one) !== null ? `full: ${words(fullBy(one))}` : `of ${number(one.learned.limit)}`);
 const thousand = (value) => (value === null ? null : 1000 * value);
 
+const ATTENTION = { value: attentionOf };
 const COLUMNS = [
   { key: "name", head: "endpoint", value: (one) => one.name, text: true },
   { key: "state", head: "state", value: (one) => Object.keys(STATES).indexOf(stateOf(one)), text: true },
@@ -64,7 +69,7 @@ const COLUMNS = [
   { key: "prefill", head: "ms / 1,000 tok", group: "learned", value: (one) => thousand(learned(one.learned, "prefill_ms_per_token")), show: figure, hint: "time to prefill 1,000 prompt tokens; a dash until it is learned" },
   { key: "gap", head: "ms / token", group: "learned", value: (one) => learned(one.learned, "gap_ms"), show: figure, hint: "time between two tokens of a response, at the current load; a dash until it is learned" },
 ];
-let order = { key: null, up: false };
+let order = { key: null, up: false };  // null: by attention, then as in the settings
 
 /** The row above the heads, which says what some of them have in common. */
 function groupsOf(columns) {
@@ -104,10 +109,10 @@ function makeRow() {
   const row = node("tr");
   const name = node("th", { scope: "row" }, node("bdi", { class: "name" }), node("span", { class: "role" }), node("span", { class: "about" }));
   const state = node("td", {}, node("span", { class: "symbol", "aria-hidden": "true" }), node("span"), " ", node("span", { class: "note" }));
-  const cells = COLUMNS.slice(2).map((column) => node("td", { class: "number" }, ...(column.key === "kv" ? makeMeter() : [])));
+  const cells = COLUMNS.slice(2).map((column) => node("td", { class: "number", "data-head": column.head }, ...(column.key === "kv" ? makeMeter() : [])));
   const button = node("button", { type: "button" });
   button.addEventListener("click", () => steer(row.shown, button));
-  row.append(name, state, ...cells, node("td", { class: "number" }, button));
+  row.append(name, state, ...cells, node("td", { class: "number steer" }, button));
   row.parts = { name: name.children[0], role: name.children[1], about: name.children[2], state: state.children, cells, button };
   return row;
 }
@@ -162,8 +167,8 @@ function drawFleet(frame, now = false) {
   const body = table.tBodies[0];
   const wanted = at("filter").value.trim().toLowerCase();
   let shown = frame.endpoints.filter((one) => (!at("attention").checked || needsLook(one)) && textOf(one).includes(wanted));
-  const column = COLUMNS.find((one) => one.key === order.key);
-  if (column) shown = sorted(shown, column, !now && (body.matches(":hover") || body.contains(document.activeElement)));
+  const column = COLUMNS.find((one) => one.key === order.key) ?? ATTENTION;
+  shown = sorted(shown, column, !now && (body.matches(":hover") || body.contains(document.activeElement)));
   keep(body, shown, (one) => `${one.name}\n${one.url}`, makeRow, drawRow);
   table.classList.toggle("many", frame.endpoints.length >= MANY);
   at("none").hidden = shown.length > 0;
@@ -172,7 +177,7 @@ function drawFleet(frame, now = false) {
 let places = new Map();
 function sorted(endpoints, column, still) {
   if (!still) {
-    const way = order.up ? 1 : -1;
+    const way = order.up || column === ATTENTION ? 1 : -1;
     const by = [...endpoints].sort((a, b) => {
       const [x, y] = [column.value(a), column.value(b)];
       if (x === null || y === null) return (x === null) - (y === null);  // the unknown last, either way

@@ -9,14 +9,30 @@ const GAP_MS = 16000;      // points come each 5 s; a line is broken where some 
 
 const perSecond = (name) => (point) => point[name] / point.seconds;
 const TILES = [
-  { head: "Requests per second", lines: [["ended", perSecond("requests")]], value: (point) => figure(perSecond("requests")(point)) },
   { head: "First byte of streams", lines: [["p50", (point) => point.first_byte_ms.p50], ["p95", (point) => point.first_byte_ms.p95]], value: (point) => firstBytes(point.first_byte_ms) },
-  { head: "In flight, and waiting", lines: [["in flight", (point) => point.in_flight], ["waiting", (point) => point.waiting]],
-    value: (_, frame) => `${number(frame.endpoints.reduce((sum, one) => sum + one.in_flight, 0))} / ${number(frame.queue.waiting)}` },
-  { head: "Errors, refusals per second", lines: [["errors", perSecond("errors")], ["refused", perSecond("rejected")]],
-    value: (point) => `${figure(perSecond("errors")(point))} / ${figure(perSecond("rejected")(point))}` },
+  { head: "In flight, and held", lines: [["in flight", (point) => point.in_flight], ["held", (point) => point.waiting]],
+    value: (_, frame) => `${number(frame.endpoints.reduce((sum, one) => sum + one.in_flight, 0))} / ${number(frame.queue.waiting)}`,
+    note: (list) => heldFor(list) },
+  { head: "Prompt tokens from caches", lines: [["cached", hits]], value: (point) => percent(hits(point)), top_of: 1, show: percent },
   { head: "Response tokens per second", lines: [["tokens", perSecond("completion_tokens")]], value: (point) => figure(perSecond("completion_tokens")(point)) },
+  { head: "Requests, failed per second", lines: [["ended", perSecond("requests")], ["failed", failures]],
+    value: (point) => `${figure(perSecond("requests")(point))} / ${figure(failures(point))}`, tone: (point) => (failures(point) ? "warn" : "") },
 ];
+/** Of those that lbproxy or an endpoint failed, or lbproxy refused. */
+function failures(point) {
+  return (point.errors + point.rejected) / point.seconds;
+}
+/** null: no response of these seconds said how much of its prompt was cached. */
+function hits(point) {
+  return point.prompt_tokens ? point.cached_tokens / point.prompt_tokens : null;
+}
+/** What most of those waited for that were held in the window. */
+function heldFor(list) {
+  const sums = new Map();
+  for (const [reason, many] of list.flatMap((point) => Object.entries(point.waiting_by_reason))) sums.set(reason, (sums.get(reason) ?? 0) + many);
+  const most = [...sums].sort((a, b) => b[1] - a[1]).slice(0, 2).map(([reason]) => words(reason));
+  return most.length ? `for ${most.join(", ")}` : "";
+}
 function firstBytes({ p50, p95 }) {
   if (p50 === null) return "–";  // no stream began in these five seconds
   return p95 >= 1000 ? `${figure(p50 / 1000)} / ${figure(p95 / 1000)} s` : `${number(p50)} / ${number(p95)} ms`;
@@ -27,7 +43,7 @@ let newest = null;
 
 function makeTiles() {
   for (const tile of TILES) {
-    tile.figure = node("p", { class: "figure" }, "–");
+    tile.figure = node("span", { class: "figure" }, "–");
     tile.picture = document.createElementNS(SVG, "svg");
     for (const [name, value] of Object.entries({ viewBox: "0 0 300 50", preserveAspectRatio: "none", role: "img" })) tile.picture.setAttribute(name, value);
     for (const kind of ["floor", "area", "first", "second"]) {
@@ -38,8 +54,9 @@ function makeTiles() {
     tile.picture.children[0].setAttribute("d", "M0 49.5H300");
     tile.span = node("span");
     tile.top = node("span");
+    tile.why = node("small");
     const keys = tile.lines.length > 1 ? tile.lines.map(([name], index) => node("span", { class: index ? "key second" : "key" }, name)) : [];
-    at("tiles").append(node("article", { class: "tile" }, node("h3", {}, tile.head), tile.figure, tile.picture, node("p", { class: "foot" }, ...(keys.length ? keys : [tile.span]), tile.top)));
+    at("tiles").append(node("article", { class: "tile" }, node("h3", {}, tile.head), node("p", { class: "now" }, tile.figure, tile.why), tile.picture, node("p", { class: "foot" }, ...(keys.length ? keys : [tile.span]), tile.top)));
   }
 }
 
@@ -75,15 +92,18 @@ function drawTiles(frame) {
   for (const tile of TILES) {
     const value = point || tile.value.length > 1 ? tile.value(point, frame) : "–";
     put(tile.figure, value);
+    put(tile.why, tile.note ? tile.note(list) : "");
+    set(tile.figure, "class", `figure ${point && tile.tone ? tile.tone(point) : ""}`.trim());
     if (point?.at === newest) continue;  // the lines change each five seconds only
     const lines = tile.lines.map(([, read]) => list.map((one) => [one.time, read(one)]));
     const highest = Math.max(0, ...lines.flat().map(([, value]) => value ?? 0));
-    const top = ceiling(highest);
+    const top = tile.top_of ?? ceiling(highest);
     tile.picture.children[1].setAttribute("d", pathOf(lines[0], from, to, top, true));
     lines.forEach((line, index) => tile.picture.children[2 + index].setAttribute("d", pathOf(line, from, to, top, false)));
     put(tile.span, `${Math.round((to - from) / 60000)} min`);
-    put(tile.top, `top ${figure(top)}`);
-    set(tile.picture, "aria-label", `${tile.head}, last ${tile.span.textContent}: now ${value}, at most ${figure(highest)}`);
+    const show = tile.show ?? figure;
+    put(tile.top, `top ${show(top)}`);
+    set(tile.picture, "aria-label", `${tile.head}, last ${tile.span.textContent}: now ${value}, at most ${show(highest)}`);
   }
   newest = point?.at ?? null;
 }
@@ -204,13 +224,15 @@ const DECISIONS = [
 function makeDecisions() {
   at("decisions").tHead.append(groupsOf(DECISIONS), node("tr", {}, ...DECISIONS.map((one) => node("th", { scope: "col", class: one.text ? "" : "number" }, one.head))));
 }
+const keyOf = (column) => words(column.head).replace(/[^a-z]+/g, "-").replace(/-ms$/, "");
+const headOf = (column) => (column.group ? `${column.group.replace(", ms", "")}, ${column.head}` : column.head);
 function makeDecision(one) {
   const button = node("button", { type: "button", class: "id", title: plain(one.id), "aria-haspopup": "dialog" }, plain(one.id));
   button.addEventListener("click", () => explain(one.engine_id));
   return node("tr", {}, ...DECISIONS.map((column) => {
-    if (!column.show) return node("th", { scope: "row" }, button);
+    if (!column.show) return node("th", { scope: "row", class: "request" }, button);
     const text = column.show(one);
-    const cell = node("td", { class: column.text ? "" : "number" }, column.text ? node("bdi", { class: "clip", title: text }, text) : text);
+    const cell = node("td", { class: `${column.text ? "" : "number"} ${keyOf(column)}`.trim(), "data-head": headOf(column) }, column.text ? node("bdi", { class: "clip", title: text }, text) : text);
     if (column.head === "outcome") cell.firstChild.classList.add(isGood(one) ? "good" : "bad");
     return cell;
   }));
