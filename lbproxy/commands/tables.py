@@ -299,6 +299,10 @@ def _headline(found: Fields) -> Text:
     text = Text(f"{plain(found['id'])}", style="bold")
     text.append(f"  {plain(found['at'])}  {plain(found['method'])} {plain(found['path'])}", style="not bold")
     text.append(f"  model {plain(found['model'] or '-')}", style="not bold")
+    if found.get("alias") is not None:  # 0.2.0 does not say it
+        text.append(f", asked for as {plain(found['alias'])}", style="not bold")
+    if found.get("flow") not in {None, "anonymous"}:  # core.queue.flow.ANONYMOUS, with which the settings are imported
+        text.append(f"  flow {plain(found['flow'])}", style="not bold")
     attempts = found["attempts"]
     where = f"on {plain(found['endpoint'])}" if found["endpoint"] else "on no endpoint"
     if found.get("prefill") is not None:

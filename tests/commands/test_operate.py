@@ -178,7 +178,7 @@ def test_nothing_from_outside_moves_the_cursor() -> None:
         "left_out": [{"endpoint": evil, "why": evil}],
     }
     request = {
-        **dict.fromkeys(("id", "at", "method", "path", "model", "endpoint", "outcome", "error"), evil),
+        **dict.fromkeys(("id", "at", "method", "path", "model", "alias", "flow", "endpoint", "outcome", "error"), evil),
         "status": 200,
         "attempts": 2,
         "running": False,
@@ -194,6 +194,8 @@ def test_nothing_from_outside_moves_the_cursor() -> None:
     text = "\n".join([*lines, *drawn(explanation(request))])
     assert "costs in" not in text, "they have no unit"
     assert any(line.startswith("costs in ms cost") for line in drawn(explanation(request | in_ms(decision))))
+    assert text.count("asked for as") == text.count("  flow ") == 1
+    assert "asked for" not in "\n".join(drawn(explanation(request | {"alias": None, "flow": "anonymous"})))
     assert "It waited 5.0 ms, first for [2Jx: [2Jx." in text
     assert "\x1b" not in text
     assert "\x07" not in text

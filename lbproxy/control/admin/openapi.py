@@ -293,6 +293,7 @@ _EXPLAINED = _joined(
     route=TEXT,
     client=TEXT,
     flow=_maybe(TEXT),
+    alias=_maybe(TEXT),
     error=_maybe(TEXT),
     waited=_maybe(record(because=_WAIT, meaning=TEXT, endpoint=_maybe(TEXT), full_by=_FULL_BY, wake=_maybe(_WAKE))),
     failed=_list(record(endpoint=TEXT, failure=TEXT)),

@@ -237,6 +237,7 @@ def _explained(record: RequestRecord, offset: float, now: float, *, running: boo
         "route": record.route,
         "client": record.client,
         "flow": record.flow,
+        "alias": record.alias,
         "error": record.error,
         "waited": None if record.wait is None else _waited(record, record.wait),
         "failed": [{"endpoint": endpoint, "failure": failure} for endpoint, failure in record.failed],

@@ -26,12 +26,17 @@ function failures(point) {
 function hits(point) {
   return point.prompt_tokens ? point.cached_tokens / point.prompt_tokens : null;
 }
-/** What most of those waited for that were held in the window. */
+const WAITS = {
+  __proto__: null,  // a reason of any name is looked up in it
+  held: "best endpoint full", busy: "all endpoints busy", full: "all endpoints at their limit", behind: "behind others", flow: "limit of the flow", waking: "model wakes up",
+};
+const whyOf = (reason) => WAITS[reason] ?? words(reason);
+/** Why most of those waited that were held in the window. */
 function heldFor(list) {
   const sums = new Map();
   for (const [reason, many] of list.flatMap((point) => Object.entries(point.waiting_by_reason))) sums.set(reason, (sums.get(reason) ?? 0) + many);
-  const most = [...sums].sort((a, b) => b[1] - a[1]).slice(0, 2).map(([reason]) => words(reason));
-  return most.length ? `for ${most.join(", ")}` : "";
+  const [most] = [...sums].sort((a, b) => b[1] - a[1]);
+  return most ? whyOf(most[0]) : "";
 }
 function firstBytes({ p50, p95 }) {
   if (p50 === null) return "–";  // no stream began in these five seconds
@@ -93,6 +98,7 @@ function drawTiles(frame) {
     const value = point || tile.value.length > 1 ? tile.value(point, frame) : "–";
     put(tile.figure, value);
     put(tile.why, tile.note ? tile.note(list) : "");
+    set(tile.why, "title", tile.why.textContent || null);
     set(tile.figure, "class", `figure ${point && tile.tone ? tile.tone(point) : ""}`.trim());
     if (point?.at === newest) continue;  // the lines change each five seconds only
     const lines = tile.lines.map(([, read]) => list.map((one) => [one.time, read(one)]));
@@ -150,7 +156,7 @@ function drawQueue({ queue }) {
   keep(at("groups"), groups, ([key]) => key, ([, head]) => node("table", {}, node("caption", {}, head), node("tbody")), (table, [key]) => {
     const rows = Object.entries(queue[key]).sort((a, b) => b[1] - a[1]);
     keep(table.tBodies[0], rows, ([name]) => name, () => node("tr", {}, node("th", { scope: "row" }, node("bdi", { class: "clip" })), node("td", { class: "number" })), (row, [name, many]) => {
-      put(row.cells[0].firstChild, words(name));
+      put(row.cells[0].firstChild, key === "by_reason" ? whyOf(name) : words(name));
       put(row.cells[1], number(many));
     });
   });
