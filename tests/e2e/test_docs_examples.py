@@ -31,7 +31,7 @@ from tests.support.process import Process, lbproxy, mock
 BLOCKS = all_blocks()
 ANSWERS = {
     ("README.md", '{"id":"chatcmpl-'),
-    ("README.md", "2643af5dcfb3ad625afc08bb  "),
+    ("README.md", "f7abd9805ae37611e086e08f  "),
     ("admin.md", '{"name":"gpu-2","draining":true'),
     ("operations.md", '{"ready":true'),
     ("failures.md", '{"error":{"message":"The model `nope`'),
