@@ -12,6 +12,7 @@ import gc
 import json
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator
@@ -79,10 +80,10 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--disaggregated", action="store_true", help=what)
     demo.add_argument(
         "--duration",
-        type=float,
-        metavar="SECONDS",
+        type=_seconds,
+        metavar="DURATION",
         default=150.0,
-        help="duration of --traffic, 30 to 3600 (default: 150)",
+        help="duration of --traffic, 30s to 1h (default: 150)",
     )
     demo.add_argument(
         "--rate", type=float, metavar="N", default=12.0, help="requests per second of --traffic (default: 12)"
@@ -115,15 +116,15 @@ def _add_mock(mock: argparse.ArgumentParser) -> None:
         "--max-model-len", type=int, help="tokens of prompt and response together (default: the preset's)"
     )
     mock.add_argument("--ranks", type=int, default=1, help="data-parallel ranks behind the address (default: 1)")
-    what = "fixed time to first token, in seconds; without it, as the preset's engine takes"
-    mock.add_argument("--ttft", type=float, metavar="SECONDS", help=what)
+    what = "fixed time to first token; without it, as the preset's engine takes"
+    mock.add_argument("--ttft", type=_seconds, metavar="DURATION", help=what)
     what = "variation of --ttft, with uniform a share of it (default: 0)"
     mock.add_argument("--ttft-spread", type=float, default=0.0, metavar="SHARE", help=what)
     forms = ["uniform", "lognormal", "bimodal", "heavy", "prompt"]
     what = "distribution of --ttft, as in scenarios (default: uniform)"
     mock.add_argument("--ttft-form", choices=forms, default="uniform", help=what)
     what = "with --ttft: time from token to token (default: 0.02)"
-    mock.add_argument("--token-time", type=float, default=0.02, metavar="SECONDS", help=what)
+    mock.add_argument("--token-time", type=_seconds, default=0.02, metavar="DURATION", help=what)
     what = "the engine that it reports as in its models and server info (default: vllm); only vllm has metrics"
     mock.add_argument("--engine", choices=["vllm", "sglang", "llamacpp"], default="vllm", help=what)
     mock.add_argument(
@@ -150,17 +151,19 @@ def _add_sleep(mock: argparse._ArgumentGroup) -> None:
     mock.add_argument("--sleep-mode", action="store_true", help=what)
     mock.add_argument("--asleep", action="store_true", help="it sleeps from the start")
     what = "how long a wake takes (default: 3)"
-    mock.add_argument("--wake-time", type=_seconds, default=3.0, metavar="SECONDS", help=what)
+    mock.add_argument("--wake-time", type=_seconds, default=3.0, metavar="DURATION", help=what)
     what = "how long it takes to fall asleep (default: 1)"
-    mock.add_argument("--sleep-time", type=_seconds, default=1.0, metavar="SECONDS", help=what)
+    mock.add_argument("--sleep-time", type=_seconds, default=1.0, metavar="DURATION", help=what)
     what = "a GPU that it shares with other simulated servers: a wake fails while another that is awake has it"
     mock.add_argument("--gpu", metavar="NAME", help=what)
 
 
 def _seconds(text: str) -> float:
-    """`3`, `3s` or `250ms`."""
-    number, factor = (text[:-2], 0.001) if text.endswith("ms") else (text.removesuffix("s"), 1.0)
-    return float(number) * factor
+    """A duration: `60`, `60s`, `250ms`, `2m` or `1h`. Raises ArgumentTypeError."""
+    found = re.fullmatch(r"([0-9]{1,9}(?:[.][0-9]{1,9})?)(ms|s|m|h|)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"expected a duration such as 60, 60s or 2m, got {text!r}")
+    return float(found[1]) * {"ms": 0.001, "m": 60.0, "h": 3600.0}.get(found[2], 1.0)
 
 
 def _add_transfer(mock: argparse._ArgumentGroup) -> None:
@@ -170,7 +173,7 @@ def _add_transfer(mock: argparse._ArgumentGroup) -> None:
     what = "how the KV of prompts gets from server to server (default: not at all); sglang needs --engine sglang"
     mock.add_argument("--connector", choices=["nixl", "shared-storage", "sglang", "mooncake"], help=what)
     what = "how long prefilled KV is held, or the halves of a request wait (default: nixl 30, sglang 300, mooncake 480)"
-    mock.add_argument("--kv-lease", type=float, metavar="SECONDS", help=what)
+    mock.add_argument("--kv-lease", type=_seconds, metavar="DURATION", help=what)
     what = "nixl: whether a request whose KV cannot be loaded fails or is computed (default: fail)"
     mock.add_argument("--kv-load-failure", choices=["fail", "recompute"], default="fail", help=what)
     what = "nixl, mooncake: where other servers reach it; 0 = any free port (default: 0)"
@@ -209,7 +212,9 @@ def _add_admin_commands(commands: Subparsers) -> None:
     drain = commands.add_parser("drain", parents=[remote], help="stop sending new requests to an endpoint")
     drain.add_argument("name", metavar="NAME", help="the endpoint's name, as in `lbproxy status`")
     drain.add_argument("--wait", action="store_true", help="wait until its last request has ended")
-    drain.add_argument("--timeout", type=float, metavar="SECONDS", help="wait no longer than this; then exit with 1")
+    drain.add_argument(
+        "--timeout", type=_seconds, metavar="DURATION", help="wait no longer than this; then exit with 1"
+    )
     drain.add_argument("--force", action="store_true", help="even if no other endpoint takes requests for its models")
     undrain = commands.add_parser("undrain", parents=[remote], help="send requests to an endpoint again")
     undrain.add_argument("name", metavar="NAME")

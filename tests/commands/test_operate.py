@@ -519,6 +519,22 @@ def test_a_url_may_lead_through_something_else_and_a_listener_may_not() -> None:
             addresses.listener(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("60", 60), ("1.5", 1.5), ("250ms", 0.25), ("9s", 9), ("2m", 120), ("1h", 3600)]
+)
+def test_durations_are_written_as_in_the_settings(text: str, seconds: float) -> None:
+    for words in (["drain", "a", "--timeout"], ["demo", "--duration"], ["mock", "--ttft"], ["mock", "--wake-time"]):
+        parsed = vars(_parser().parse_args([*words, text]))
+        assert parsed[words[-1].removeprefix("--").replace("-", "_")] == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["", "s", "-1", "2 m", "1d", "nan", "1e3", "9" * 400])
+def test_what_is_no_duration_says_what_is_one(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        _parser().parse_args(["drain", "a", f"--timeout={text}"])
+    assert "expected a duration such as 60, 60s or 2m" in capsys.readouterr().err
+
+
 def test_every_command_takes_both_forms() -> None:
     """By one parser; its default is one of them."""
     for words in (["demo"], ["status"], ["top"], ["drain", "x"], ["undrain", "x"], ["explain", "x"]):

@@ -36,7 +36,7 @@ from tests.support.endpoint import (
     event,
 )
 from tests.support.load import load
-from tests.support.process import LBPROXY, LISTEN, Process, changing, lbproxy, lbproxy_beside, mock
+from tests.support.process import LBPROXY, LISTEN, TOKENS, Process, changing, lbproxy, lbproxy_beside, mock
 from tests.support.workers import one_process, with_workers
 
 MODELS = answer(b'{"object":"list","data":[{"id":"m","object":"model"}]}')
@@ -164,6 +164,29 @@ def test_what_a_reload_cannot_change_is_said_once_and_the_rest_is_changed(fleet:
         assert "x-lbproxy-endpoint" not in httpx.post(f"{url}/v1/completions", json=body).headers
         large = {**body, "prompt": "x" * 2000}
         assert httpx.post(f"{url}/v1/completions", json=large).status_code == 413
+
+
+def test_the_command_to_reload_returns_when_the_settings_are_in_force(fleet: list[str], tmp_path: Path) -> None:
+    with lbproxy(tmp_path, fleet[:1]) as (process, url, admin):
+        file = tmp_path / "cfg.yaml"
+
+        def reload() -> subprocess.CompletedProcess[str]:
+            command = [*LBPROXY, "reload", "--admin", admin]
+            environ = {**os.environ, "XDG_RUNTIME_DIR": TOKENS.name}
+            return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environ)
+
+        file.write_text(f"{file.read_text()}expose_endpoint: false\nworkers: 7\n")
+        body = {"model": "sim", "prompt": "x", "max_tokens": 1}
+        assert "x-lbproxy-endpoint" in httpx.post(f"{url}/v1/completions", json=body).headers
+        done = reload()
+        said = "the settings are reloaded:\n  expose_endpoint: false, was true\nonly a restart changes workers\n"
+        assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
+        assert "x-lbproxy-endpoint" not in httpx.post(f"{url}/v1/completions", json=body).headers
+        assert events(process, "reload")[-1]["changed"] == ["expose_endpoint: false, was true"]
+        file.write_text(f"{file.read_text()}policy: rr\n")
+        done = reload()
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.endswith("policy: unknown key, did you mean routing.policy?\n")
 
 
 # --- Stop and restart -------------------------------------------------------------------------------------------------
