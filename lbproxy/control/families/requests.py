@@ -87,7 +87,7 @@ class _Series:
             self.by_model[kind.label, kind.outcome] += kind.count
 
 
-@dataclass(slots=True)
+@dataclass
 class _Tokens:
     """As the usage of responses reports them."""
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.queue.stored_responses import StoredResponses
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.driver.request_runtime import RequestRuntime
@@ -35,10 +36,11 @@ class TwoModels:
 
     splits = True
     block_bytes = 64
-    has_objects = False
 
     def __init__(self, *models: str) -> None:
         self._models = models or ("m", "n")
+        self.serving = self
+        self.stored_responses = StoredResponses()
 
     def base_models(self) -> tuple[str, ...]:
         return self._models
