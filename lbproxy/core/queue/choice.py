@@ -449,17 +449,11 @@ class Choice:
                     oldest, found, oldest_alike = placed_seq, index, 1
                 elif placed_seq == oldest:
                     oldest_alike += 1
-        if alike == 1:
-            return found
-        if not self.policy.tolerance:
+        if alike > 1 and not self.policy.tolerance:
             return self._rng.choice([n for n, cost in enumerate(costs) if cost <= limit])
         if oldest_alike > 1:
             same = [n for n, cost in enumerate(costs) if cost <= limit and candidates[n].placed_seq == oldest]
             return self._rng.choice(same)
-        while self._rng.getrandbits(
-            1
-        ):  # draws as much as a choice from one, in a tenth of its time: seeds keep their meaning
-            pass
         return found
 
 
