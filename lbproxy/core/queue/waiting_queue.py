@@ -74,9 +74,9 @@ class WaitingQueue:
         self.overload = QueueOverload()
         """While it lasts, the newest requests are served first, and those that will be late last."""
         self.held = 0
+        """Tickets with a reservation."""
         self.unclaimed: list[int] = []
         """Endpoints of whose limits nothing is kept any more for the request that waited for them."""
-        """Tickets with a reservation."""
         self._tickets: dict[int, Ticket] = {}
         self._by_priority: dict[int, dict[Flow, _FlowQueue]] = {}
         """By priority and flow; none of them empty."""
