@@ -20,7 +20,6 @@ UNWANTED = {
     "lbproxy.demo": "another command",
     "lbproxy.commands.sim": "another command",
     "lbproxy.commands.operate": "other commands",
-    "lbproxy.config.parse": "reads sources, for `lbproxy schema` and the docs",
     "multiprocessing": "`lbproxy sim` alone has several processes",
     "shtab": "an extra",
     "redis": "an extra",
