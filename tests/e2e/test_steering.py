@@ -153,7 +153,12 @@ def test_endpoints_come_and_go_and_a_reload_knows_which_to_keep(fleet: list[str]
         removed = httpx.delete(f"{admin}/admin/endpoints/gpu-1", headers=changing(admin)).json()
         assert removed["note"] == "it is in the settings file, so a reload or a restart restores it"
         assert ask(url, "elsewhere").headers["x-lbproxy-endpoint"] in {"gpu-2", "gone"}
-        assert httpx.post(f"{admin}/admin/reload", headers=changing(admin)).json() == {"reloaded": True, "endpoints": 2}
+        assert httpx.post(f"{admin}/admin/reload", headers=changing(admin)).json() == {
+            "reloaded": True,
+            "endpoints": 2,
+            "changed": ["endpoints.gpu-1 is new", "endpoints.gone is gone"],
+            "at_next_start": [],
+        }
         assert names() == {"gpu-1": "settings", "gpu-2": "added, kept by a reload"}
         assert httpx.delete(f"{admin}/admin/endpoints/gpu-2", headers=changing(admin)).json()["note"] is None
         last = httpx.delete(f"{admin}/admin/endpoints/gpu-1", headers=changing(admin))
