@@ -12,7 +12,7 @@ import pytest
 
 from lbproxy.commands.cli import _parser
 from lbproxy.config.parse import parse
-from tests.support.compose import BASE, HA_SETTINGS, HAPROXY, Build, project
+from tests.support.compose import BASE, HA_SETTINGS, HAPROXY, IMAGE, project
 from tests.support.docs import DOCS, ROOT, blocks
 from tests.test_deploy import COMPOSE, HA_MANIFESTS, manifests, settings
 
@@ -54,8 +54,7 @@ def test_the_replicas_of_the_profile_find_each_other_and_their_servers() -> None
     replicas = [one for key, one in services.items() if key in {"lbproxy-1", "lbproxy-2"}]
     assert len({one.hostname for one in replicas}) == 2
     for one in replicas:
-        assert isinstance(one.build, Build)
-        assert one.build.args == {"EXTRAS": "replicas"}
+        assert one.image == IMAGE
         read = _parser().parse_args(one.command).config
         assert ROOT / one.mounts[read] == HA_SETTINGS
         assert {"vllm", name} == {*one.depends_on}

@@ -27,6 +27,9 @@ HA_SETTINGS = ROOT / "deploy/compose/lbproxy-ha.yaml"
 HAPROXY = ROOT / "deploy/compose/haproxy.cfg"
 PROMETHEUS = ROOT / "deploy/compose/prometheus.yml"
 
+IMAGE = "${LBPROXY_IMAGE:-lbproxy}"
+"""Built once, for all services that run lbproxy."""
+
 _DURATION = duration("0ms", "24h")
 
 
@@ -75,13 +78,7 @@ class Deploy(Model):
     resources: Resources | None = None
 
 
-class Build(Model):
-    context: str
-    args: dict[str, str]
-
-
 class Service(Model):
-    build: str | Build | None = None
     profiles: list[str] = []
     hostname: str | None = None
     user: str | None = None
