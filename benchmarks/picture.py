@@ -4,7 +4,7 @@
     .venv/bin/python -m benchmarks.picture          # writes docs/routing.svg
 
 The scene is made of real events, and the parts are what the policy says when it is asked to explain itself. Needs
-matplotlib (`pip install 'lbproxy[plots]'`).
+matplotlib (`pip install '.[plots]'`).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 It is the demo itself, with its servers, its lbproxy and its clients; only instead of a terminal each picture goes to
 this file, which draws its characters. Played faster than it was. Needs Pillow and DejaVu Sans Mono, which come with
-matplotlib (`pip install 'lbproxy[plots]'`).
+matplotlib (`pip install '.[plots]'`).
 """
 
 from __future__ import annotations

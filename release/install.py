@@ -3,7 +3,8 @@
 
 Each wheel gets an empty virtual environment of its Python, with nothing but that on PATH: no compiler, no git. There
 `pip install` must bring all that it needs, and the installed command must say its version, run a demo that serves a
-request, check settings against a simulated server, and start with these settings.
+request, check settings against a simulated server, and start with these settings. Then it is installed with pipx and
+run with uvx, as the notes of a release say.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import http.client
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,6 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from release.notes import install_lines
 from release.wheels import ENVIRONMENTS, run
 
 WITHIN_S = 60.0
@@ -90,6 +93,29 @@ def exercise(command: Sequence[str], env: Mapping[str, str], folder: Path, *, ve
             proxy.stop()
             count = proxy.output.count(WARNING)
             _expect(count == (0 if "compiled" in version else 1), f"{count} lines warn that it is not compiled")
+
+
+def install_as_told(wheel: Path, folder: Path) -> None:
+    """Run the lines that a release names, below `folder`. Raises InstallError."""
+    python = python_of(wheel)
+    homes = {"PIPX_HOME": str(folder / "pipx"), "PIPX_BIN_DIR": str(folder / "bin"), "UV_PYTHON": str(python)}
+    env = {**os.environ, **homes, "PIPX_DEFAULT_PYTHON": str(python)}
+    uv = [sys.executable, "-m", "uv", "tool", "run"]
+    for line in install_lines(str(wheel)):
+        program, *arguments = shlex.split(line)
+        if arguments[-1] == "demo":
+            arguments[-1] = "--version"
+        done = subprocess.run(
+            [*uv, *([program] if program == "pipx" else []), *arguments],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=10 * WITHIN_S,
+            check=False,
+        )
+        _expect(done.returncode == 0, f"{line}: {done.stderr}")
+    said = run(folder / "bin/lbproxy", "--version")
+    _expect(kind_of(wheel) in said, f"pipx installed {said!r}")
 
 
 def _expect(holds: bool, otherwise: str) -> None:
@@ -171,6 +197,7 @@ def main() -> int:
             folder = Path(name)
             command, took = install(wheel.absolute(), folder / "venv")
             exercise([str(command)], _bare(folder / "venv/bin"), folder, version=f"{version} ({kind_of(wheel)})")
+            install_as_told(wheel.absolute(), folder)
         print(f"{wheel.name}: installed in {took:.0f} s, serves", flush=True)
     return 0
 

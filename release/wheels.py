@@ -45,7 +45,7 @@ def run(*command: str | Path, cwd: Path = ROOT, env: dict[str, str] | None = Non
 
 def copy_source(to: Path) -> None:
     """The files that a wheel is made of, as they are now, without what git does not know."""
-    for name in run("git", "ls-files", "lbproxy", "setup.py", "pyproject.toml", "README.md").splitlines():
+    for name in run("git", "ls-files", "lbproxy", "setup.py", "pyproject.toml", "README.md", "LICENSE").splitlines():
         target = to / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, target)  # not its mode: that depends on the umask of the checkout

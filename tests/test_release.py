@@ -17,6 +17,7 @@ import yaml
 from lbproxy import __version__
 from lbproxy.processes.process import NOT_COMPILED
 from release.install import WARNING, InstallError, exercise, kind_of
+from release.notes import install_lines, notes, runs_on
 from release.wheels import PIP, build, copy_source, differences, digest, run
 from tests.support.docs import DOCS, ROOT
 
@@ -102,6 +103,25 @@ def test_what_a_wheel_installs_serves(wheel: Path, tmp_path: Path) -> None:
 
 def test_the_warning_that_is_looked_for_is_the_one_that_is_logged() -> None:
     assert NOT_COMPILED.startswith(WARNING)
+
+
+def test_the_notes_have_the_version_s_changes_and_a_line_for_each_wheel() -> None:
+    wheels = [
+        f"lbproxy-{__version__}-cp311-cp311-manylinux_2_17_x86_64.manylinux2014_x86_64.whl",
+        f"lbproxy-{__version__}-cp313-cp313-musllinux_1_2_aarch64.whl",
+        f"lbproxy-{__version__}-py3-none-any.whl",
+    ]
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    text = notes(changelog, wheels, "https://host/releases/v1")
+    before, _, after = text.partition("## Install")
+    assert before.strip()
+    assert before.strip() in changelog
+    assert "Unreleased" not in text
+    for wheel in wheels:
+        assert "\n".join(install_lines(f"https://host/releases/v1/{wheel}")) in after
+    assert [runs_on(wheel) for wheel in wheels[:2]] == ["Python 3.11, Linux, x86-64", "Python 3.13, Alpine, ARM"]
+    with pytest.raises(ValueError, match="nothing of"):
+        notes("## Unreleased\n", wheels, "")
 
 
 def test_where_nothing_compiles_a_build_that_must_fails(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def write(cells: Sequence[CellRuns], text: str, form: str, *, agents: bool) -> N
             (RESULTS / f"routing-http-{name}.png").write_bytes(picture(cell))
             text += f"\n![{cell.name}](results/routing-http-{name}.png)\n"
     else:
-        print("no pictures: they need matplotlib (pip install 'lbproxy[plots]')", file=sys.stderr)
+        print("no pictures: they need matplotlib (pip install '.[plots]')", file=sys.stderr)
     PAGE.write_text(text, "utf-8")
 
 

@@ -26,7 +26,7 @@ def draw(results: Results, path: Path) -> str:
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
     except ImportError:
-        return "no picture: it needs matplotlib (pip install 'lbproxy[plots]')"
+        return "no picture: it needs matplotlib (pip install '.[plots]')"
     figure = Figure(figsize=(4.2 * min(3, len(panels)), 3.4 * -(-len(panels) // 3)), layout="constrained")
     places = list(figure.subplots(-(-len(panels) // 3), min(3, len(panels)), squeeze=False).flat)
     for axes in places:

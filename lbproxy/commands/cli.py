@@ -98,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     sim.add_argument("--processes", type=int, default=os.cpu_count(), help="parallel simulations (default: CPUs)")
     sim.add_argument("--json", metavar="FILE", help="write all figures to this file")
     sim.add_argument("--markdown", metavar="FILE", help="write the tables to this file")
-    sim.add_argument("--plot", metavar="FILE", help="draw the figures: .png, .svg or .pdf (needs lbproxy[plots])")
+    sim.add_argument("--plot", metavar="FILE", help="draw the figures: .png, .svg or .pdf (needs matplotlib)")
     _add_admin_commands(commands)
     return parser
 
@@ -407,7 +407,7 @@ def _mock(args: argparse.Namespace) -> int:
         try:
             import zmq  # noqa: F401, PLC0415 - an extra
         except ImportError:
-            text = "--kv-events needs a package that is not installed: pip install 'lbproxy[kv-events]'"
+            text = "--kv-events needs a package that is not installed: pip install '.[kv-events]'"
             print(f"lbproxy mock: {text}", file=sys.stderr)
             return 2
 

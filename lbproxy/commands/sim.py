@@ -157,7 +157,7 @@ def unusable(*, scenario: str | None, processes: int, plot: str | None) -> str |
     if plot is not None and plot not in plots.FORMS:
         return f"--plot must end in {', '.join(f'.{form}' for form in plots.FORMS)}"
     if plot is not None and not plots.can_plot():
-        return "--plot needs matplotlib: pip install 'lbproxy[plots]'"
+        return "--plot needs matplotlib: pip install '.[plots]'"
     return None
 
 

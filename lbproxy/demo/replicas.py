@@ -95,7 +95,7 @@ class StartedReplicas:
 def find_store_program() -> str:
     """The path of a Redis or Valkey server. Raises ValueError if there is none, or no client library for it."""
     if importlib.util.find_spec("redis") is None:
-        raise ValueError("--replicas needs packages that are not installed: pip install 'lbproxy[replicas]'")
+        raise ValueError("--replicas needs packages that are not installed: pip install '.[replicas]'")
     for name in PROGRAMS:
         if (path := shutil.which(name)) is not None:
             return path

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lbproxy.extras.kv_sockets import ZmqSockets
 
 logger = logging.getLogger("lbproxy")
-NEEDED = "needs a package that is not installed: pip install 'lbproxy[kv-events]'"
+NEEDED = "needs a package that is not installed: pip install '.[kv-events]'"
 
 
 class KvEvents:

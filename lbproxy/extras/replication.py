@@ -359,7 +359,7 @@ def find_store(settings: ReplicasSettings) -> type[RedisStore] | None:
     except ImportError as error:
         if error.name is None or not error.name.startswith("redis"):
             raise
-        problem = "replicas.url: needs packages that are not installed: pip install 'lbproxy[replicas]'"
+        problem = "replicas.url: needs packages that are not installed: pip install '.[replicas]'"
         raise ConfigError("settings", [problem]) from None
     try:
         RedisStore(settings.url.get_secret_value(), settings.pool)

@@ -78,6 +78,6 @@ def find_traces(settings: Settings) -> type[Traces] | None:
     except ImportError as error:
         if error.name is None or not error.name.startswith("opentelemetry"):
             raise
-        problem = "traces.endpoint: needs packages that are not installed: pip install 'lbproxy[otel]'"
+        problem = "traces.endpoint: needs packages that are not installed: pip install '.[otel]'"
         raise ConfigError("settings", [problem]) from None
     return Traces

@@ -342,8 +342,8 @@ def test_what_is_wrong_with_the_store_is_said_in_words(tmp_path: Path) -> None:
     assert "refused" in checked_replicas(server.url)
 
 
-REPLICAS = "replicas.url: needs packages that are not installed: pip install 'lbproxy[replicas]'"
-KV_EVENTS = "endpoints[1].kv_events: needs a package that is not installed: pip install 'lbproxy[kv-events]'"
+REPLICAS = "replicas.url: needs packages that are not installed: pip install '.[replicas]'"
+KV_EVENTS = "endpoints[1].kv_events: needs a package that is not installed: pip install '.[kv-events]'"
 
 
 @pytest.mark.parametrize(

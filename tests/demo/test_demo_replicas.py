@@ -78,7 +78,7 @@ def test_without_the_extra_it_says_how_to_install_it(
     monkeypatch.setitem(sys.modules, "redis", None)
     assert main(["demo", "--replicas", "2"]) == 2
     assert capsys.readouterr().err == (
-        "lbproxy demo: --replicas needs packages that are not installed: pip install 'lbproxy[replicas]'\n"
+        "lbproxy demo: --replicas needs packages that are not installed: pip install '.[replicas]'\n"
     )
 
 

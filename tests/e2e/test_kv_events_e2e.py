@@ -184,7 +184,7 @@ def test_without_the_package_the_simulated_server_says_what_to_install(tmp_path:
     done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "lbproxy mock: --kv-events needs a package that is not installed: pip install 'lbproxy[kv-events]'\n"
+        "lbproxy mock: --kv-events needs a package that is not installed: pip install '.[kv-events]'\n"
     )
 
 

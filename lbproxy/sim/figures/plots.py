@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of a comparison. The only module that knows matplotlib, which is an extra: `pip install 'lbproxy[plots]'`.
+"""Pictures of a comparison. The only module that knows matplotlib, which is an extra: `pip install '.[plots]'`.
 
 It is imported when a picture is asked for, and not before. Nothing is written here: the picture's bytes are returned.
 """
