@@ -9,9 +9,9 @@ by `arrivals`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from io import BytesIO
-from typing import Final, Generic, Protocol, TypeAlias, TypeVar, cast
+from typing import Generic, Protocol, TypeAlias, TypeVar, cast
 
 from aiohttp import web
 from aiohttp.streams import StreamReader
@@ -33,12 +33,6 @@ from lbproxy.proxy.request.routes import Form, Route, form_of
 Result = TypeVar("Result")
 Steps: TypeAlias = Generator[None, None, Result]
 """Work in steps of 1 to 2 ms at most."""
-COPIES = 2
-"""How often a body is in memory while it is read: in pieces, and joined. It counts as often until then."""
-STEP_BYTES: Final = 1 << 20
-"""Copied in one turn of the event loop: less than 1 ms."""
-PIECE_OVERHEAD_BYTES: Final = 64
-"""What a piece takes besides its bytes: a body can come in pieces of two."""
 
 
 class BodyReader(Holder, Protocol):
@@ -59,14 +53,13 @@ async def read_body(
     route: Route,
     reader: BodyReader,
     overload: Overload,
-    backlog: Backlog,
 ) -> bytes:
     """Read the complete body, which is not counted as held any more. Raises LbError: too large (before it is read, if
     announced), too slow, malformed, or no memory for it.
     """
     limits = reader.settings.limits
     is_json = form_of(route.body, fields.content_type) in {Form.JSON, Form.MAYBE_JSON}
-    limit = min(limits.json_body if is_json else limits.body, overload.max_held_bytes // COPIES)
+    limit = min(limits.json_body if is_json else limits.body, overload.max_held_bytes)
     if fields.content_length is not None and fields.content_length > limit:
         raise _too_large(limit)
     content = request.content
@@ -80,7 +73,7 @@ async def read_body(
         client.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     client.read_from(content)
     try:
-        body = await _read_up_to(limit, content, reader, overload, backlog, fields.content_length or 0)
+        body = await _read_up_to(limit, content, reader, overload, fields.content_length or 0)
         overload.release(reader)  # the caller counts it, once, before anything else happens
         return body
     except web.RequestPayloadError as error:
@@ -91,26 +84,28 @@ async def read_body(
 
 
 async def _read_up_to(
-    limit: int, content: StreamReader, reader: BodyReader, overload: Overload, backlog: Backlog, announced: int
+    limit: int, content: StreamReader, reader: BodyReader, overload: Overload, announced: int
 ) -> bytes:
-    """Read up to `limit` bytes; `announced` are expected, if that is known. Raises LbError when they are given up."""
+    """Read up to `limit` bytes; `announced` are expected, if that is known. Raises LbError when they are given up.
+
+    The body grows in place: glibc moves the pages of what is mapped (telemetry.memory), and `getvalue` copies nothing.
+    As a list of pieces that are joined it took twice the memory, and left holes as large as that in the heap.
+    """
     arrivals, settings = overload.arrivals, reader.settings
     rate, within_s = settings.limits.body_rate, settings.timeouts.client_body
     arrivals.begin(reader, rate, lambda error: fail_body(content, error), within_s=within_s)
-    pieces: list[bytes] = []
-    size = 0
+    size, body = 0, BytesIO()
     try:
         while piece := await content.readany():
             size += len(piece)
             if size > limit:
                 raise _too_large(limit)
             arrivals.moved(reader, len(piece))
-            overload.hold(reader, COPIES * len(piece) + PIECE_OVERHEAD_BYTES, max(announced, size))
-            pieces.append(piece)
-        arrivals.end(reader)
-        return b"".join(pieces) if size <= STEP_BYTES else await done_in_turns(_joined(pieces), backlog)
-    finally:
-        pieces.clear()  # an error refers to this frame, and is itself referred to by what it refers to
+            overload.hold(reader, len(piece), max(announced, size))
+            body.write(piece)
+        return body.getvalue()
+    finally:  # an error refers to this frame, and is itself referred to by what it refers to
+        body.close()
         piece = b""
 
 
@@ -142,19 +137,6 @@ def _read(
         yield
         prompt = flattening.prompt()
     return request, LargeFacts(facts, prompt)
-
-
-def _joined(pieces: Iterable[bytes]) -> Steps[bytes]:
-    """Join in short turns of the loop: 64 MiB take 50 ms."""
-    joined = BytesIO()
-    left = STEP_BYTES
-    for piece in pieces:
-        for at in range(0, len(piece), STEP_BYTES):
-            left -= joined.write(piece[at : at + STEP_BYTES])
-            if left <= 0:
-                left = STEP_BYTES
-                yield
-    return joined.getvalue()  # makes no copy
 
 
 async def done_in_turns(steps: Steps[Result], backlog: Backlog) -> Result:

@@ -46,7 +46,7 @@ BUSY = 0.2
 Refusing requests would not help, and soon all can be served."""
 MAX_BODIES_BYTES = 512 << 20
 BODIES_SHARE = 4
-"""Held bodies may take this fraction of memory: each is held two or three times while it is read."""
+"""Held bodies may take this fraction of memory: what is made of one can be as large again, for a moment."""
 LAG, MEMORY, BODIES = "lag", "memory", "bodies"
 
 

@@ -342,7 +342,7 @@ class FrontEnd(web.Server):
         if fields.max_forwards is not None and not may_forward(request.method, fields):
             turn.respond(200, b"{}", allow=", ".join(sorted(route.methods)))
             return
-        body = await read_body(request, fields, route, turn, self.overload, self.backlog)
+        body = await read_body(request, fields, route, turn, self.overload)
         if may_generate(request.method, record.path):
             fields.forward = asking_as_it_is(fields.forward)
         http10 = request.version == (1, 0)

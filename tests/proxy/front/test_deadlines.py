@@ -7,6 +7,7 @@ import asyncio
 import json
 import socket
 import traceback
+import tracemalloc
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import cast
@@ -19,7 +20,6 @@ from lbproxy.config.tree import Settings
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.driver.pulse import Pulse
-from lbproxy.net.connections.backlog import Backlog
 from lbproxy.net.listening import deadlines
 from lbproxy.net.listening.deadlines import LEAST_READ_RATE
 from lbproxy.proxy.front import arrivals, bodies
@@ -176,7 +176,7 @@ async def upload(*pieces: int, body_rate: int, more: str = "") -> int:
     content = StreamReader(protocol, 1 << 26, loop=loop)
     overload = Overload(settings.limits, Unmetered(), Arrivals(loop.time))
     reader = BodyReader(settings)
-    reading = loop.create_task(bodies._read_up_to(settings.limits.body, content, reader, overload, Backlog(loop), 0))
+    reading = loop.create_task(bodies._read_up_to(settings.limits.body, content, reader, overload, 0))
     for size in pieces:
         content.feed_data(b"x" * size)
         await asyncio.sleep(1.0)
@@ -207,12 +207,23 @@ def test_a_slow_line_may_stand_still_for_a_while() -> None:
     assert virtually(upload(*[3000] * 30, *[0] * 15, *[1000] * 60, *[0] * 2, 1, body_rate=1000)) == 150_001
 
 
+def test_a_body_is_in_memory_once_while_it_is_read() -> None:
+    """It was there in pieces and joined: twice of what `limits.buffered_bodies` says, and holes as large in the heap."""
+    tracemalloc.start()
+    try:
+        assert virtually(upload(*[1 << 16] * 256, body_rate=1000)) == 1 << 24
+        assert tracemalloc.get_traced_memory()[1] < 1.25 * (1 << 24)
+    finally:
+        tracemalloc.stop()
+
+
 def given_up(*pieces: int, more: str = "") -> Outcome:
     with pytest.raises(LbError) as error:
         virtually(upload(*pieces, body_rate=1000, more=more))
     frames = [frame for frame, _ in traceback.walk_tb(error.value.__traceback__)]
     (reading,) = [frame for frame in frames if frame.f_code.co_name == "_read_up_to"]
-    assert reading.f_locals["pieces"] == [], "the error keeps nothing of it"
+    held = [one for one in reading.f_locals.values() if isinstance(one, bytes) and one]
+    assert reading.f_locals["body"].closed and not held, "the error keeps nothing of it"
     return error.value.outcome
 
 
