@@ -154,6 +154,16 @@ class RawClient:
             self._rig.tell()
         self.writer.write(data)
 
+    async def fill(self, piece: bytes) -> None:
+        """Send it again and again, until nobody takes any more."""
+        taken = 0.0
+        while taken < 0.1:
+            while not self.writer.transport.get_write_buffer_size():
+                self.send(piece)
+                taken = 0.0
+            await asyncio.sleep(0.02)
+            taken += 0.02
+
     async def head(self) -> bytes:
         """The next one, also of an informational response."""
         return await self.reader.readuntil(b"\r\n\r\n")

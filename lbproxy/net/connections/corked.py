@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import select
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 BATCH: Final = 32
@@ -78,6 +78,8 @@ class Corked:
         self._inner = inner
         self._cork = cork
         self._held: list[bytes | bytearray | memoryview] = []
+        self.on_reading: Callable[[bool], None] | None = None
+        """Called whenever it is to be read from now on, or is not."""
 
     def flush(self) -> None:
         """Send what is held; nothing if the connection is closing."""
@@ -144,9 +146,13 @@ class Corked:
 
     def pause_reading(self) -> None:
         self._inner.pause_reading()
+        if self.on_reading is not None:
+            self.on_reading(False)
 
     def resume_reading(self) -> None:
         self._inner.resume_reading()
+        if self.on_reading is not None:
+            self.on_reading(True)
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         self._inner.set_write_buffer_limits(high, low)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The deadlines of who connects to a listener: to complete a head that it began, and to read what it is sent.
+"""The deadlines of who connects to a listener: to complete a head that it began, and to read what it is sent. And who
+is not read itself for long: nothing tells then that it has gone, as its end waits behind all that it sent.
 
 One sweep a second checks all connections with a deadline, and none runs without any: a timer for each would cost more
 than the precision is worth. So are clients' bodies that arrive (proxy/front/arrivals.py); the idle time-out
@@ -18,6 +19,8 @@ from lbproxy.driver.pulse import Pulse
 LEAST_READ_RATE: Final = 1 << 10
 """Bytes a second that a client must take on average over `stall_s`: one at a time would take days."""
 SWEEP_S = 1.0
+UNREAD_S = 10.0
+"""From then on a client that is not read may have gone."""
 
 
 class WatchedClient(Protocol):
@@ -69,6 +72,8 @@ class Deadlines:
         self._stalls: dict[WatchedClient, tuple[float, int, asyncio.Transport]] = {}
         """By when more must have been read, how many bytes were unsent at the last look, and the transport, which
         aiohttp may have closed by then: what is unsent keeps it open."""
+        self._unread: dict[WatchedClient, tuple[float, Callable[[], None]]] = {}
+        """From when on it may have gone, and what finds that out."""
         self._timer: asyncio.TimerHandle | None = None
 
     def reconfigure(self, *, head_s: float, stall_s: float) -> None:
@@ -96,10 +101,22 @@ class Deadlines:
         """The client's buffer has room again."""
         self._stalls.pop(client, None)
 
+    def unread(self, client: WatchedClient, find_out: Callable[[], None]) -> None:
+        """The client is not read from now on. After `UNREAD_S` `find_out` is called about once a second, until it is
+        read: has it gone? A repeated call has no effect.
+        """
+        self._unread.setdefault(client, (self._loop.time() + UNREAD_S, find_out))
+        self._arm()
+
+    def read_again(self, client: WatchedClient) -> None:
+        """The client is read from now on. A repeated call has no effect."""
+        self._unread.pop(client, None)
+
     def disconnected(self, client: WatchedClient) -> None:
         """The connection is lost: it has no deadlines any more."""
         self.head_complete(client)
         self.write_resumed(client)
+        self.read_again(client)
 
     def close(self) -> None:
         if self._timer is not None:
@@ -129,7 +146,10 @@ class Deadlines:
             if now >= deadline:
                 self.write_resumed(client)
                 transport.abort()
+        for may_have_gone_at, find_out in list(self._unread.values()):
+            if now >= may_have_gone_at:
+                find_out()
         if self._arrivals is not None:
             self._arrivals.end_overdue()
-        if self._heads or self._stalls or self._arrivals:
+        if self._heads or self._stalls or self._unread or self._arrivals:
             self._arm()

@@ -116,6 +116,10 @@ class CurrentRequest(Protocol):
     def received(self, data: bytes) -> None:
         """More data from the client of a WebSocket."""
 
+    def is_unread(self) -> None:
+        """The client of a WebSocket was not read for long."""
+        ...
+
 
 class ConnectionOwner(Protocol):
     """The front end, as its connections need it."""
@@ -195,6 +199,7 @@ class ClientConnection(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         corked = Corked(cast(asyncio.Transport, transport), self._front.cork)
         corked.set_write_buffer_limits(high=WRITE_HIGH_WATER_BYTES)
+        corked.on_reading = self._on_reading
         super().connection_made(cast(asyncio.Transport, corked))
         peer = self.peername
         self.address = peer[0] if isinstance(peer, tuple) else "" if peer is None else UNIX
@@ -332,6 +337,27 @@ class ClientConnection(web.RequestHandler):
             self.force_close()
         else:
             self._refuse_head(LbError(Outcome.BODY_TIMEOUT, "The request head did not arrive in time."))
+
+    def _on_reading(self, wanted: bool) -> None:
+        if wanted:
+            self._front.deadlines.read_again(self)
+        else:
+            self._front.deadlines.unread(self, self._find_out)
+
+    def _find_out(self) -> None:
+        """Has it gone? What was sent behind a request that runs is given up, and read, for the end that may be behind.
+        The request is responded to, if its client is there; `_close` has the connection end with that.
+        """
+        turn = self.turn
+        if turn is None:
+            return
+        if self.state is SWITCHED:
+            turn.is_unread()
+        elif self.state is LANE or self.request_is_read:
+            turn.keep_alive = False
+            self._close = True
+            self._take_buffered()
+            self._read_on()
 
     def switch(self) -> bytes:
         """From now on received bytes belong to a WebSocket, and go to the turn. Returns those that came before."""
@@ -500,8 +526,8 @@ class ClientConnection(web.RequestHandler):
 
     @property
     def request_is_read(self) -> bool:
-        """All bytes of the current request were read: what comes next is another request."""
-        return self._walk.at_boundary and (self.request_body is None or self.request_body.is_eof())
+        """All bytes of the current request were read: what comes next is another request, if there is to be one."""
+        return not self._close and self._walk.at_boundary and (self.request_body is None or self.request_body.is_eof())
 
     async def drained(self) -> None:
         """Wait until the client has read earlier responses, so that those of pipelined requests cannot pile up here.

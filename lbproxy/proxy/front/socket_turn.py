@@ -88,6 +88,11 @@ class SocketTurn(Turn):
         if self._socket is not None:
             self._guarded(self._socket.from_client, data)
 
+    def is_unread(self) -> None:
+        """See connection.CurrentRequest."""
+        if self._socket is not None:
+            self._guarded(self._socket.find_gone_client)
+
     def pause(self) -> None:
         if self._socket is not None:
             self._guarded(self._socket.write_paused, self._socket.client)

@@ -145,6 +145,10 @@ class Turn(Exchange):
         """Never called: only the client of a WebSocket sends during its request."""
         raise AssertionError("no WebSocket")
 
+    def is_unread(self) -> None:
+        """Never called, likewise."""
+        raise AssertionError("no WebSocket")
+
     def _ended(self, reusable: bool) -> None:
         self._rest = b""
         if self.held_bytes:

@@ -54,8 +54,7 @@ PORTION_BYTES: Final = 64 << 10
 FRAME_BYTES: Final = 4 << 10
 """What a frame costs besides its payload."""
 CLOSE_S: Final = 10.0
-"""How long a side may take to respond to a close frame with its own, the time-out of the library `websockets`; and how
-long what a client sent is passed on after it has closed its connection."""
+"""How long a side may take to respond to a close frame with its own: the time-out of the library `websockets`."""
 PONG_S: Final = 20.0
 """How long a side may take to respond to our ping: likewise."""
 _CUTS: Final = {
@@ -115,11 +114,11 @@ class Side:
 
     def abort_if_gone(self) -> bool:
         """Abort the connection if its peer has closed it, which is not noticed while nothing is read. Returns whether
-        that was done.
+        that was done, or it is closed.
         """
         transport = self._transport()
         if transport is None or transport.is_closing():
-            return False
+            return True
         look = select.poll()
         look.register(transport.get_extra_info("socket"), _GONE)
         if not look.poll(0):
@@ -180,8 +179,8 @@ class SocketRelay:
         self._idle_s = idle_s
         self._ping = b""
         """The payload of our ping, while it is out."""
-        self._asked_at = 0.0
-        """When a client that is not read was last sent a ping."""
+        self._asks_at = 0.0
+        """When a client that is not read may be sent a ping again."""
         self._messages = 0
         """Messages that were not reported as progress yet."""
         self._progress_at = 0.0
@@ -238,6 +237,15 @@ class SocketRelay:
             self._record.error = problem
             self._send_close(self.client, frames.INTERNAL_ERROR, "the connection to the model server was lost")
             self._end(Outcome.UPSTREAM_BROKE)
+
+    def find_gone_client(self) -> None:
+        """Ask a client of which nothing is read for long; abort its connection if it has gone. Its host tells that only
+        when it is sent something: its own end waits behind all that was not read.
+        """
+        client, now = self.client, self._runtime.now()
+        if not client.abort_if_gone() and now >= self._asks_at and not client.close_sent:
+            self._asks_at = now + PONG_S
+            self._record.response_bytes += client.send(ping_frame(b""))  # a pong that nobody asked for means nothing
 
     def cut(self, why: Outcome) -> None:
         """lbproxy stops (DRAINING) or has no memory (OVERLOADED)."""
@@ -315,24 +323,10 @@ class SocketRelay:
         """Pass more of what was read on; `write_resumed` has it walk on if the other side is full."""
         if not side.has_backlog or (self._other(side).is_full and self.stage is SocketStage.OPEN):
             return
-        if side is self.client and self._runtime.now() - side.heard_at > CLOSE_S and self._is_client_gone():
-            return
         side.has_backlog = False
         self._take(side, b"")
         if self._lost is not None and not self.server.has_backlog:
             self.server_lost(self._lost)
-
-    def _is_client_gone(self) -> bool:
-        """Ask a client of which nothing is read, since what it sent takes so long; abort its connection if it has gone.
-        Its host tells that only when it is sent something: its own end waits behind all that was not read.
-        """
-        client = self.client
-        if client.abort_if_gone():
-            return True
-        if self._asked_at < client.heard_at and not client.close_sent:
-            self._asked_at = self._runtime.now()
-            self._record.response_bytes += client.send(ping_frame(b""))  # a pong that nobody asked for means nothing
-        return False
 
     def _malformed(self, side: Side, error: FrameError) -> None:
         if side is self.client:

@@ -26,7 +26,17 @@ from lbproxy.proxy.front import arrivals, bodies
 from lbproxy.proxy.front.arrivals import Arrivals
 from lbproxy.proxy.front.overload import Overload, Unmetered
 from tests.support.aio import run, until, virtually
-from tests.support.endpoint import LAST, STREAM_HEAD, Received, ScriptedEndpoint, Wire, chunk, event, hang
+from tests.support.endpoint import (
+    LAST,
+    STREAM_HEAD,
+    Received,
+    ScriptedEndpoint,
+    Wire,
+    chunk,
+    echo_after,
+    event,
+    hang,
+)
 from tests.support.rig import post, rig, settings_for
 
 HEAD = "timeouts: {client_head: 1s}"
@@ -208,7 +218,7 @@ def test_a_slow_line_may_stand_still_for_a_while() -> None:
 
 
 def test_a_body_is_in_memory_once_while_it_is_read() -> None:
-    """It was there in pieces and joined: twice of what `limits.buffered_bodies` says, and holes as large in the heap."""
+    """It was there in pieces and joined: twice of what `limits.buffered_bodies` says, and holes of that size."""
     tracemalloc.start()
     try:
         assert virtually(upload(*[1 << 16] * 256, body_rate=1000)) == 1 << 24
@@ -223,7 +233,8 @@ def given_up(*pieces: int, more: str = "") -> Outcome:
     frames = [frame for frame, _ in traceback.walk_tb(error.value.__traceback__)]
     (reading,) = [frame for frame in frames if frame.f_code.co_name == "_read_up_to"]
     held = [one for one in reading.f_locals.values() if isinstance(one, bytes) and one]
-    assert reading.f_locals["body"].closed and not held, "the error keeps nothing of it"
+    assert not held, "the error keeps nothing of it"
+    assert reading.f_locals["body"].closed
     return error.value.outcome
 
 
@@ -268,6 +279,48 @@ def test_who_closes_its_side_counts_as_gone() -> None:
             await until(lambda: it.records.requests)
             assert it.records.requests[0].outcome is Outcome.CLIENT_CLOSED
             await until(lambda: it.front.open_connections == it.connections.open_connections == 0)
+
+    run(main())
+
+
+def test_who_has_gone_is_noticed_behind_all_that_it_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than is buffered was sent behind a request that runs, so that nothing was read: its end waited for the
+    response, up to `timeouts.first_byte` or `stream_idle`.
+    """
+    monkeypatch.setattr(deadlines, "UNREAD_S", 0.5)
+
+    async def main() -> None:
+        async with ScriptedEndpoint(hang) as endpoint, rig(endpoint.url) as it:
+            client = await it.connect()
+            client.send(post())
+            await until(lambda: endpoint.requests, "running")
+            await client.fill(post(b" " * 60_000))
+            client.writer.transport.abort()
+            await until(lambda: it.records.requests)
+            assert it.records.requests[0].outcome is Outcome.CLIENT_CLOSED
+            await until(lambda: it.front.open_connections == it.connections.open_connections == 0)
+
+    run(main())
+
+
+def test_who_sends_that_much_ahead_and_stays_gets_its_response(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which says that the connection ends: what is behind gets none."""
+    monkeypatch.setattr(deadlines, "UNREAD_S", 0.5)
+    release = asyncio.Event()
+
+    async def main() -> None:
+        async with ScriptedEndpoint(echo_after(release)) as endpoint, rig(endpoint.url) as it:
+            client = await it.connect()
+            client.send(post())
+            await until(lambda: endpoint.requests, "running")
+            client.send(post(b" " * 60_000) * 400)
+            await until(lambda: not client.writer.transport.get_write_buffer_size(), "it is read")
+            assert it.front._clients()[0].held_bytes == 0
+            release.set()
+            reply = await client.reply()
+            assert (reply.status, reply.field("connection")) == (200, "close")
+            assert await client.reader.read() == b""
+            assert len(endpoint.requests) == 1
 
     run(main())
 

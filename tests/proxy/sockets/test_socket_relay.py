@@ -19,6 +19,7 @@ from lbproxy.core.endpoints.credentials import ApiKey, ForwardProxy, Tls
 from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.net.connections.backlog import Backlog
+from lbproxy.net.listening import deadlines
 from lbproxy.proxy.front.socket_turn import SocketTurn
 from lbproxy.proxy.sockets import frames
 from lbproxy.proxy.sockets import socket_relay as relay_module
@@ -352,9 +353,17 @@ def test_many_tiny_frames_in_one_read_do_not_hold_the_loop() -> None:
     run(main())
 
 
-def test_what_a_client_that_has_gone_has_left_is_not_passed_on_for_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a client that is not read has gone is asked soon, and often."""
+    monkeypatch.setattr(deadlines, "SWEEP_S", 0.05)
+    monkeypatch.setattr(deadlines, "UNREAD_S", 0.05)
+    monkeypatch.setattr(relay_module, "PONG_S", 0.05)
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_what_a_client_that_has_gone_has_left_is_not_passed_on_for_minutes() -> None:
     """Nothing is read while frames wait, so that its end is not noticed, and a megabyte of tiny ones takes seconds."""
-    monkeypatch.setattr(relay_module, "CLOSE_S", 0.05)
     count = 1_000_000
 
     async def script(wire: Wire) -> None:
@@ -369,6 +378,25 @@ def test_what_a_client_that_has_gone_has_left_is_not_passed_on_for_minutes(monke
             await until(lambda: it.records.requests)
             assert it.records.requests[0].outcome is Outcome.CLIENT_CLOSED
             assert it.records.requests[0].request_bytes < 1 << 20
+            await until(lambda: it.front.open_connections == 0)
+
+    run(main())
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_a_client_that_has_gone_is_noticed_though_its_server_reads_nothing() -> None:
+    """Its end waited behind what it had sent, until both had been silent for `timeouts.stream_idle`."""
+
+    async def deaf(wire: Wire) -> None:
+        await wire.gone.wait()
+
+    async def main() -> None:
+        async with Slow(after_switch(deaf)) as server, rig(server.url) as it:
+            client = await raw_socket(it)
+            await client.fill(frame(TEXT, b"x" * 60_000, masked=True))
+            client.writer.transport.abort()
+            await until(lambda: it.records.requests)
+            assert it.records.requests[0].outcome is Outcome.CLIENT_CLOSED
             await until(lambda: it.front.open_connections == 0)
 
     run(main())
