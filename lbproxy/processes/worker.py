@@ -25,6 +25,7 @@ from lbproxy.processes import process
 from lbproxy.processes.control import SHARES, Ready, Start, Stop, Stopped, Stopping, Text, ToChild
 from lbproxy.processes.data_plane import DataPlane
 from lbproxy.processes.supervised import SupervisorLink, read
+from lbproxy.proxy.front.bodies import BESIDE
 from lbproxy.proxy.front.overload import default_bodies
 from lbproxy.workers import messages as m
 from lbproxy.workers.link import Link
@@ -267,7 +268,8 @@ def dealt(settings: Settings, workers: int) -> Settings:
     bodies = limits.buffered_bodies or default_bodies(memory)
     share = {
         "connections": ceil(limits.connections / workers),
-        "buffered_bodies": max(bodies // workers, limits.body),  # else a large body could never be taken
+        # Else a large body could never be taken.
+        "buffered_bodies": max(bodies // workers, limits.body + limits.body // BESIDE),
         # The balancer process needs some too: about as much as a worker.
         "memory": None if memory is None else memory // (workers + 1),
     }

@@ -25,7 +25,7 @@ def test_limits_are_dealt_out(settings: Settings) -> None:
     """The balancer process needs memory too; and a worker can always hold one body."""
     limits = dealt(settings, 2).limits
     assert (limits.connections, limits.memory, limits.buffered_bodies) == (501, 300 << 20, 50 << 20)
-    assert dealt(settings, 8).limits.buffered_bodies == limits.body == 32 << 20
+    assert dealt(settings, 8).limits.buffered_bodies == 1.25 * limits.body == 40 << 20
 
 
 def test_workers_together_retry_as_often_as_a_single_process(settings: Settings) -> None:

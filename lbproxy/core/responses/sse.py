@@ -54,6 +54,9 @@ LINE_BYTES: Final = 256 << 10
 """How long a line may be that is parsed, and of which the beginning is kept: some 60,000 tokens in one event."""
 _SPAN_BYTES: Final = 24
 """An event that has up to so many bytes of text beside what the last one consisted of is taken for alike."""
+_AGREE_BYTES: Final = 4
+"""Two events must agree on what they consist of beside text, but for about a token. One may have more than all others,
+such as the role: what it has more would be taken from the text of each."""
 _ANY_SIZE: Final = 1 << 60
 _LAST: Final = re.compile(
     r"message_stop|error|response\.(?:completed|failed|incomplete)"
@@ -201,7 +204,9 @@ class EventScanner:
                 text = 0 if said is None else _text_bytes(said)
                 if text:
                     self.text_bytes += text
-                    self._envelope, self._span = len(line) + 2 - text, _SPAN_BYTES
+                    envelope = len(line) + 2 - text
+                    agree = abs(envelope - self._envelope) <= _AGREE_BYTES
+                    self._envelope, self._span = envelope, _SPAN_BYTES if agree else 0
 
     def _open(self, piece: bytes) -> None:
         """Look at the next piece of the beginning."""

@@ -6,12 +6,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 from tests.chaos.load import quantile
@@ -21,6 +23,7 @@ from tests.security.hostile.clients.wire import Counts, Prey
 from tests.security.hostile.friends import Friends, Seen
 from tests.security.hostile.servers import OPEN
 from tests.security.hostile.target import HOSTILE_KEY, KEY, MIB, Target, buffered_bodies, on_core, running
+from tests.support.aio import until
 from tests.support.docs import ROOT
 
 ADAPTERS = 1000
@@ -141,8 +144,18 @@ class Outcome:
 class Stand:
     """lbproxy between honest servers, friends and whatever comes."""
 
-    def __init__(self, setup: Setup, target: Target, friends: Friends, guests: Friends | None, folder: Path) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        target: Target,
+        friends: Friends,
+        guests: Friends | None,
+        folder: Path,
+        calm: Callable[[], object],
+    ) -> None:
         self.setup = setup
+        self.calm = calm
+        """Has hostile servers stand still, or no more: see there."""
         self.target = target
         self.friends = friends
         self.guests = guests
@@ -170,6 +183,7 @@ class Stand:
         path = self._folder / "crowd.jsonl"
         process = _started(plan, path)
         try:
+            await until(lambda: b"\n" in path.read_bytes(), "it begins", within_s=60)
             await asyncio.sleep(seconds)
             assert process.stdin is not None
             process.stdin.close()
@@ -216,11 +230,11 @@ class Stand:
         )
         return await self.crowd(plan, seconds)
 
-    async def rest(self) -> tuple[bool, int, int]:
-        """Everybody has left: whether lbproxy knows that, its descriptors and its RSS."""
+    async def rest(self, seconds: float = 5.0) -> tuple[bool, int, int]:
+        """Everybody has left: whether lbproxy knows that, its descriptors, and the least RSS of so long after that."""
         settled = await asyncio.to_thread(self.target.settled, SETTLE_S)
         descriptors = await asyncio.to_thread(self.target.descriptors)
-        return settled, descriptors, await asyncio.to_thread(self.target.rss_at_rest)
+        return settled, descriptors, await asyncio.to_thread(self.target.rss_at_rest, seconds)
 
 
 @asynccontextmanager
@@ -235,7 +249,7 @@ async def stand(setup: Setup, folder: Path) -> AsyncIterator[Stand]:
             server, url = await honest.listen("sim", adapters=ADAPTERS)
             stack.callback(server.close)
             endpoints.append({"url": url})
-        hostile = await asyncio.to_thread(stack.enter_context, _servers(setup))
+        hostile, calm = await asyncio.to_thread(stack.enter_context, _servers(setup))
         endpoints += [{"url": url, "name": name} for name, url in hostile.items()]
         core = setup.cores[0] if setup.cores else None
         target = await asyncio.to_thread(stack.enter_context, running(setup.form, folder, endpoints, core))
@@ -246,7 +260,7 @@ async def stand(setup: Setup, folder: Path) -> AsyncIterator[Stand]:
             invited = Prey(port=target.port, admin_port=target.admin_port, key=KEY, model=GUESTS)
             guests = Friends(invited, count=10, rate=10.0, seed=setup.seed, strict=False)
         await _up(target, [str(one["url"]).partition("//")[2] for one in endpoints[:2]])
-        yield Stand(setup, target, friends, guests, folder)
+        yield Stand(setup, target, friends, guests, folder, calm)
 
 
 async def _up(target: Target, names: Sequence[str]) -> None:
@@ -259,14 +273,15 @@ async def _up(target: Target, names: Sequence[str]) -> None:
 
 
 @contextmanager
-def _servers(setup: Setup) -> Iterator[dict[str, str]]:
-    """Those that the hostile ones ask, and their URLs by name."""
+def _servers(setup: Setup) -> Iterator[tuple[dict[str, str], Callable[[], object]]]:
+    """Those that the hostile ones ask, their URLs by name, and what has them stand still, or no more."""
     plan = json.dumps({"kinds": [OPEN, *setup.servers], "core": setup.cores[1] if setup.cores else None})
     command = [sys.executable, "-m", "tests.security.hostile.servers", plan]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as process:
         try:
             assert process.stdout is not None
-            yield json.loads(process.stdout.readline())
+            assert process.stdin is not None
+            yield json.loads(process.stdout.readline()), partial(os.write, process.stdin.fileno(), b"\n")
         finally:
             process.kill()
 

@@ -3,8 +3,9 @@
 
     python -m tests.security.hostile.servers PLAN      PLAN: {"kinds": [names], "core": number or null}
 
-It writes a JSON line of their URLs by name, and ends with its stdin. Each lists one model of its own name, so that only
-who asks for it comes to it; what it does to lbproxy's probes it does to everybody.
+It writes a JSON line of their URLs by name, and ends with its stdin, of which each line has those that change their
+pages stand still, or change them again: what lbproxy holds for them would be another at each look. Each server lists
+one model of its own name, so that only who asks for it comes to it; what it does to lbproxy's probes it does to all.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import re
 import socket
 import struct
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import uvloop
@@ -202,12 +203,15 @@ def _ranks(count: int, load: float) -> bytes:
     )
 
 
-def flips(pages: Iterable[bytes]) -> Script:
-    """One after the other, again and again."""
+_calm = asyncio.Event()
+
+
+def flips(pages: Sequence[bytes]) -> Script:
+    """One after the other, again and again; the first one while `_calm`."""
     turns = itertools.cycle(pages)
 
     async def script(wire: Wire, _: Received) -> None:
-        await wire.send(next(turns))
+        await wire.send(pages[0] if _calm.is_set() else next(turns))
 
     return script
 
@@ -302,7 +306,8 @@ async def run(kinds: Iterable[str]) -> None:
             server, urls[OPEN] = await listen(OPEN, adapters=0)
             stack.callback(server.close)
         print(json.dumps(urls), flush=True)
-        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+        while await asyncio.to_thread(sys.stdin.readline):
+            (_calm.clear if _calm.is_set() else _calm.set)()
 
 
 def main(argument: str) -> None:

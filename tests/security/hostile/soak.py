@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything mixed, for long: cycles of hostility, each with a rest at its end, where memory and descriptors are read.
 
-At a rest nobody is connected, so what is held then is held for nobody. Friends ask throughout the hostility.
+At a rest nobody is connected, so what is held then is held for nobody, and hostile servers stand still, as what they
+list or report counts too, up to its limits. It is as long as lbproxy may take to read their lists again and to give
+free memory back. Friends ask throughout the hostility.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from tests.security.hostile.target import MIB
 
 STEADY = 0.02
 """By what part RSS may differ between rests in the second half."""
+REST_S = 35.0
+"""`health.models_interval` and `overload.REST_EVERY_S` are 30 s each."""
 
 
 async def soak(setup: Setup, *, minutes: float, cycle_s: float, output: str | None = None) -> int:
@@ -29,19 +33,22 @@ async def soak(setup: Setup, *, minutes: float, cycle_s: float, output: str | No
         async with stand(setup, Path(name)) as at:
             async with at.befriended():
                 await asyncio.sleep(WARM_S)
-            _, descriptors, rss = await at.rest()
+            at.calm()
+            _, descriptors, rss = await at.rest(REST_S)
             began = time.monotonic()
             if at.guests is not None:
                 at.guests.seen = it.guests
             while time.monotonic() < began + 60 * minutes and at.target.alive():
                 at.friends.seen = seen = Seen()
                 at.target.forget_peak()
+                at.calm()
                 async with at.befriended():
                     crowd = await at.attack(cycle_s, setup.seed + len(rests))
                 it.growth = max(it.growth, at.target.peak() - rss)
                 it.alive = at.target.alive()
                 if it.alive:
-                    it.settled, after, left = await at.rest()
+                    at.calm()
+                    it.settled, after, left = await at.rest(REST_S)
                     it.descriptors_left, it.kept = after - descriptors, left - rss
                     rests.append(left)
                 at.target.read_log()

@@ -101,10 +101,10 @@ class Target:
     def rss(self) -> int:
         return self._status("VmRSS")
 
-    def rss_at_rest(self) -> int:
-        """The least of some seconds: what servers send is read for a moment, also when nobody asks."""
+    def rss_at_rest(self, seconds: float) -> int:
+        """The least of so long: what servers send is read for a moment, also when nobody asks."""
         found = self.rss()
-        for _ in range(LOOKS):
+        for _ in range(int(2 * seconds)):
             time.sleep(0.5)
             found = min(found, self.rss())
         return found
