@@ -13,6 +13,7 @@ from lbproxy.net.connections import h1
 from lbproxy.net.connections.h1 import (
     ChunkedFraming,
     CloseFraming,
+    Framing,
     LengthFraming,
     LengthSplitter,
     PayloadWatcher,
@@ -255,6 +256,35 @@ def test_bad_chunks_are_refused_whole_and_byte_by_byte(bad: bytes, step: int) ->
     with pytest.raises(ProtocolError):  # noqa: PT012 - any of the pieces may show it
         for at in range(0, len(bad), step):
             framing.feed(bad[at : at + step])
+
+
+@pytest.mark.parametrize("kind", ["counted", "closed", "one chunk", "two chunks"])
+@pytest.mark.parametrize(
+    "line",
+    [b"data:\n\n", b"\n", b":\n\n", b"data: %s\n\n" % (b"x" * 130)],
+)
+def test_of_many_short_lines_a_watcher_sees_few_at_once(kind: str, line: bytes) -> None:
+    """37,000 events of seven bytes in one read took 80 ms, and nobody else was served."""
+    text = line * ((256 << 10) // len(line))
+    is_dense, half, payload, data = len(line) < 100, len(text) // 2, Payload(), text
+    match kind:
+        case "counted":
+            framing: Framing = LengthFraming(len(text), payload)
+        case "closed":
+            framing = CloseFraming(payload)
+        case _:
+            parts = [text] if kind == "one chunk" else [text[:half], text[half:]]
+            data = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts)
+            framing = ChunkedFraming(payload, is_response=True)
+    at = turns = 0
+    while at < len(data):
+        seen, before = len(payload.data), at
+        at = framing.feed(data, at)
+        turns += 1
+        assert at > before
+        assert not is_dense or len(payload.data) - seen <= h1.DENSE_STEP_BYTES
+    assert payload.data == text
+    assert is_dense or turns == 1
 
 
 def test_an_event_of_our_own_fits_between_chunks_only() -> None:
