@@ -186,7 +186,7 @@ class ChunkedFraming(Framing):
         self._trailer_bytes = 0
 
     def feed(self, data: bytes, start: int = 0) -> int:
-        at, end = start, _seen_at_once(self._watcher, data, start, len(data))
+        at, end = start, _seen_at_once(self._watcher, data, start, len(data)) if self._is_response else len(data)
         if not (self._left or self._line or self._in_trailer or self.done):
             # Usually one read is one complete chunk with one token; recognising that costs a twentieth of the walk.
             payload = _only_chunk(data, at, end)
