@@ -170,7 +170,7 @@ def test_commands_exist(block: Block) -> None:
             assert importlib.util.find_spec(arguments[1]) is not None, arguments[1]
             assert_options(arguments[1], arguments[2:])
         elif name == "pip":
-            extras = re.findall(r"lbproxy\[([\w-]+)\]", " ".join(arguments))
+            extras = re.findall(r"\.\[([\w-]+)\]", " ".join(arguments))
             assert extras, arguments
             assert {*extras} <= {
                 *tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
