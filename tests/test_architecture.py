@@ -66,6 +66,7 @@ ONLY_IN = {
     "opentelemetry": {"extras/spans.py", "extras/traces.py"},
 }
 READS_FILES = {
+    "extras/installing.py",  # how it was installed
     *("control/admin/key_files.py", "control/admin/dashboard/page.py", "control/discovery/discovery.py"),
     "control/admin/made_token.py",
     *("commands/cli.py", "control/telemetry/memory.py", "control/saving/state_file.py"),

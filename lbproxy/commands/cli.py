@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 from lbproxy import __version__
 from lbproxy.config import addresses
 from lbproxy.config.text import ConfigError
+from lbproxy.extras.installing import needs
 from lbproxy.processes import process
 
 # The settings are imported by commands that read some: pydantic takes 0.2 s of CPU, which the others need not wait for.
@@ -286,7 +287,7 @@ def _completion(args: argparse.Namespace) -> int:
     try:
         import shtab  # noqa: PLC0415 - an extra
     except ImportError:
-        print("lbproxy completion needs shtab: pip install shtab", file=sys.stderr)
+        print(f"lbproxy completion {needs('completion')}", file=sys.stderr)
         return 1
     parser = _parser()
     files = {"FILE": shtab.FILE, "DIR": shtab.DIRECTORY}
@@ -407,8 +408,7 @@ def _mock(args: argparse.Namespace) -> int:
         try:
             import zmq  # noqa: F401, PLC0415 - an extra
         except ImportError:
-            text = "--kv-events needs a package that is not installed: pip install '.[kv-events]'"
-            print(f"lbproxy mock: {text}", file=sys.stderr)
+            print(f"lbproxy mock: --kv-events {needs('kv-events')}", file=sys.stderr)
             return 2
 
     async def until(told: Signals) -> None:

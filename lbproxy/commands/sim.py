@@ -30,6 +30,7 @@ from lbproxy.core.engines.handover import Role
 from lbproxy.core.policies.registry import make_policy
 from lbproxy.core.queue.flows import FlowRules
 from lbproxy.core.requests.request import InferenceRequest
+from lbproxy.extras.installing import needs
 from lbproxy.sim.engine.fixed import FirstTokenSpread, FixedTimes
 from lbproxy.sim.engine.presets import PRESETS
 from lbproxy.sim.figures import plots, sharing
@@ -157,7 +158,7 @@ def unusable(*, scenario: str | None, processes: int, plot: str | None) -> str |
     if plot is not None and plot not in plots.FORMS:
         return f"--plot must end in {', '.join(f'.{form}' for form in plots.FORMS)}"
     if plot is not None and not plots.can_plot():
-        return "--plot needs matplotlib: pip install '.[plots]'"
+        return f"--plot {needs('plots')}"
     return None
 
 

@@ -23,6 +23,7 @@ import aiohttp
 from lbproxy.control.admin.made_token import dashboard_link, read_token
 from lbproxy.demo.fleet import POLL_S, STARTS_S, FleetError, Program
 from lbproxy.demo.taken import in_options
+from lbproxy.extras.installing import needs
 from lbproxy.sim.mock.http import MockOptions, MockServer
 
 SERVERS = 3
@@ -95,7 +96,7 @@ class StartedReplicas:
 def find_store_program() -> str:
     """The path of a Redis or Valkey server. Raises ValueError if there is none, or no client library for it."""
     if importlib.util.find_spec("redis") is None:
-        raise ValueError("--replicas needs packages that are not installed: pip install '.[replicas]'")
+        raise ValueError(f"--replicas {needs('replicas')}")
     for name in PROGRAMS:
         if (path := shutil.which(name)) is not None:
             return path

@@ -6,5 +6,5 @@ their records. `replication` exchanges requests with other replicas over a `stor
 `kv_events` has the KV events of endpoints read: a `kv_feed` for each, which share the time that `kv_pace` gives them,
 over `kv_sockets` of ZMQ.
 
-Imported by: `commands`, `processes`. Never: anything that a request waits for.
+Imported by: `commands`, `demo`, `processes`. Never: anything that a request waits for.
 """

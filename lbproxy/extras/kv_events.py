@@ -16,6 +16,7 @@ from lbproxy.core.caches.cache_report import CacheReport
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
 from lbproxy.core.engines.kv_events import KvStats
 from lbproxy.driver.runtime import Runtime
+from lbproxy.extras.installing import needs
 from lbproxy.extras.kv_pace import Pace
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from lbproxy.extras.kv_sockets import ZmqSockets
 
 logger = logging.getLogger("lbproxy")
-NEEDED = "needs a package that is not installed: pip install '.[kv-events]'"
 
 
 class KvEvents:
@@ -43,7 +43,7 @@ class KvEvents:
             kinds = await asyncio.to_thread(_import)
             if kinds is None:  # an entry of a file: the settings were checked
                 extra = {"event": "kv_events", "endpoint": endpoint.name}
-                logger.error("KV events of %s are not read: it %s", endpoint.name, NEEDED, extra=extra)
+                logger.error("KV events of %s are not read: it %s", endpoint.name, needs("kv-events"), extra=extra)
                 return
             self._means = self._means or (kinds[0](), kinds[1])
         sockets, feed_of = self._means
@@ -70,7 +70,7 @@ def find_kv_events(endpoints: Iterable[EndpointSettings]) -> None:
     """Raise ConfigError if endpoints have KV events and the package that reads them is missing. Blocks."""
     wanted = [index for index, one in enumerate(endpoints) if one.kv_events is not None]
     if wanted and _import() is None:
-        raise ConfigError("settings", [f"endpoints[{wanted[0]}].kv_events: {NEEDED}"])
+        raise ConfigError("settings", [f"endpoints[{wanted[0]}].kv_events: {needs('kv-events')}"])
 
 
 def _import() -> tuple[type[ZmqSockets], type[KvFeed]] | None:

@@ -34,6 +34,7 @@ from lbproxy.core.replicas.shown import ReplicaFacts, ReplicationFacts, Replicat
 from lbproxy.core.saved.reading import Saved, SavedError, read_lines
 from lbproxy.core.saved.reading import encode as encode_piece
 from lbproxy.driver.runtime import Runtime
+from lbproxy.extras.installing import needs
 from lbproxy.extras.store import Store, StoreError
 
 if TYPE_CHECKING:
@@ -359,7 +360,7 @@ def find_store(settings: ReplicasSettings) -> type[RedisStore] | None:
     except ImportError as error:
         if error.name is None or not error.name.startswith("redis"):
             raise
-        problem = "replicas.url: needs packages that are not installed: pip install '.[replicas]'"
+        problem = f"replicas.url: {needs('replicas')}"
         raise ConfigError("settings", [problem]) from None
     try:
         RedisStore(settings.url.get_secret_value(), settings.pool)

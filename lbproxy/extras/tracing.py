@@ -11,6 +11,7 @@ from lbproxy.config.text import ConfigError
 from lbproxy.config.tree import Settings
 from lbproxy.core.observed.sink import Sink
 from lbproxy.core.observed.trace import Sampling
+from lbproxy.extras.installing import needs
 
 if TYPE_CHECKING:
     from lbproxy.extras.traces import Traces
@@ -78,6 +79,6 @@ def find_traces(settings: Settings) -> type[Traces] | None:
     except ImportError as error:
         if error.name is None or not error.name.startswith("opentelemetry"):
             raise
-        problem = "traces.endpoint: needs packages that are not installed: pip install '.[otel]'"
+        problem = f"traces.endpoint: {needs('otel')}"
         raise ConfigError("settings", [problem]) from None
     return Traces

@@ -16,6 +16,7 @@ from lbproxy.commands.check import ASKED, COSTS, NO_LOAD, NOT_ASKED, _keyless, c
 from lbproxy.config.parse import parse
 from lbproxy.core.engines.dialects import SIGNALS
 from lbproxy.core.engines.readings import MAX_LORA
+from lbproxy.extras.installing import needs
 from lbproxy.extras.redis_store import RedisStore
 from tests.control.rig import model_list, page
 from tests.support.aio import run
@@ -342,8 +343,8 @@ def test_what_is_wrong_with_the_store_is_said_in_words(tmp_path: Path) -> None:
     assert "refused" in checked_replicas(server.url)
 
 
-REPLICAS = "replicas.url: needs packages that are not installed: pip install '.[replicas]'"
-KV_EVENTS = "endpoints[1].kv_events: needs a package that is not installed: pip install '.[kv-events]'"
+REPLICAS = f"replicas.url: {needs('replicas')}"
+KV_EVENTS = f"endpoints[1].kv_events: {needs('kv-events')}"
 
 
 @pytest.mark.parametrize(

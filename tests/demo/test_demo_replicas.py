@@ -19,6 +19,7 @@ from lbproxy.config.parse import parse
 from lbproxy.demo import replicas
 from lbproxy.demo.fleet import FleetError, Program
 from lbproxy.demo.replicas import PROGRAMS, STORE_STARTS, Replica, ReplicasOptions, StartedReplicas, leaves, settings
+from lbproxy.extras.installing import needs
 from tests.support.ports import free_port
 
 LEASH = [sys.executable, "-m", "lbproxy.demo.leash", "--"]
@@ -77,9 +78,7 @@ def test_without_the_extra_it_says_how_to_install_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "redis", None)
     assert main(["demo", "--replicas", "2"]) == 2
-    assert capsys.readouterr().err == (
-        "lbproxy demo: --replicas needs packages that are not installed: pip install '.[replicas]'\n"
-    )
+    assert capsys.readouterr().err == f"lbproxy demo: --replicas {needs('replicas')}\n"
 
 
 def test_replicas_have_the_same_endpoints_and_names_of_their_own() -> None:

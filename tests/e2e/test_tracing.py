@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from lbproxy.extras.installing import needs
 from tests.e2e.test_product import gauge
 from tests.support.aio import run, until
 from tests.support.endpoint import OK, ScriptedEndpoint, answer
@@ -179,7 +180,7 @@ def test_without_the_packages_the_error_says_what_to_install(tmp_path: Path, com
     done = subprocess.run([*LBPROXY, *arguments], capture_output=True, text=True, env=environ, timeout=60, check=False)
     assert done.returncode != 0
     said = done.stdout + done.stderr
-    assert "traces.endpoint: needs packages that are not installed: pip install '.[otel]'" in said
+    assert f"traces.endpoint: {needs('otel')}" in said
     assert not re.search("Traceback", said)
 
 
