@@ -195,5 +195,5 @@ def test_a_reload_that_lacks_the_packages_is_refused_and_the_old_settings_hold(t
         process.wait_for("listens on")
         config.write_text(f"{text}traces: {{endpoint: http://c:4318}}\n")
         process.process.send_signal(signal.SIGHUP)
-        process.wait_for("pip install '.\\[otel\\]'")
+        process.wait_for(re.escape(needs("otel")))
         assert process.stop() == 0
