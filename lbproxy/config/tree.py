@@ -24,7 +24,7 @@ from lbproxy.config.sections.endpoints import DnsSettings, EndpointSettings, Scr
 from lbproxy.config.sections.engines import MAX_ENGINES, EngineSettings, check_engine_names, check_own_engines
 from lbproxy.config.sections.flows import FlowsSettings
 from lbproxy.config.sections.health import BreakerSettings, HealthSettings
-from lbproxy.config.sections.models import MAX_ALIASES, ModelSettings, check_aliases
+from lbproxy.config.sections.models import MAX_NAMES, ModelSettings, check_models
 from lbproxy.config.sections.observing import AutoscalingSettings, ExplainSettings, TraceSettings
 from lbproxy.config.sections.proxies import LOOPBACK, MAX_TRUSTED, ForwardedMode, Network, read_networks
 from lbproxy.config.sections.replicas import ReplicasSettings
@@ -78,7 +78,7 @@ class Settings(Section):
     """Engines that lbproxy does not know, or changes to known ones, by name."""
     hosts: dict[str, HostSettings] = Field(default={}, json_schema_extra={"maxProperties": MAX_HOSTS})
     """Groups of endpoints that share GPUs, by name."""
-    models: dict[str, ModelSettings] = Field(default={}, json_schema_extra={"maxProperties": MAX_ALIASES})
+    models: dict[str, ModelSettings] = Field(default={}, json_schema_extra={"maxProperties": MAX_NAMES})
     """Names of your own for the endpoints' models."""
     routing: RoutingSettings = RoutingSettings()
     """How an endpoint is chosen for a request."""
@@ -186,7 +186,7 @@ class Settings(Section):
     @field_validator("models", mode="after")
     @classmethod
     def _lead_to_models(cls, value: dict[str, ModelSettings]) -> dict[str, ModelSettings]:
-        return check_aliases(value)
+        return check_models(value)
 
     @field_validator("endpoints", mode="before")
     @classmethod

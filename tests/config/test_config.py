@@ -446,11 +446,12 @@ def test_names_of_models() -> None:
     [
         (
             "a: {to: b}, b: {to: c}",
-            "models.a.to: expected a model that endpoints serve, not a name of `models`, got 'b'",
+            "models.a.to: expected a model that endpoints serve, not an alias, got 'b'",
         ),
         ("a: {to: a}", "models.a.to: expected a model that endpoints serve"),
         ("x/y: {split: {b: 1, c: 1}}, b: {to: c}", "models['x/y'].split.b: expected a model that endpoints serve"),
-        ("a: {}", "models.a.split: expected either `to` or `split`"),
+        ("a: {}", "models.a: expected `to`, `split` or other settings of a model"),
+        ("a: {to: null}", "models.a: expected `to`, `split` or other settings of a model"),
         ("a: {to: b, split: {c: 1}}", "models.a.split: expected either `to` or `split`"),
         ("a: {split: {}}", "models.a.split: expected 1 to 32 models, at least one with a weight above 0"),
         ("a: {split: {b: 0}}", "models.a.split: expected 1 to 32 models, at least one"),

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of models: names of the user's own for what the endpoints serve."""
+"""Settings of models: names of the user's own for what the endpoints serve, and how each is served."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 from pydantic import ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import InitErrorDetails
@@ -12,7 +12,7 @@ from pydantic_core import InitErrorDetails
 from lbproxy.config.section import ShortSection
 from lbproxy.config.values import Quantity, check_model_name, expected
 
-MAX_ALIASES = 1000
+MAX_NAMES = 1000
 MAX_TARGETS = 32
 
 Share: TypeAlias = Annotated[float, Quantity("0", "1000000", "a weight", whole=False)]
@@ -20,8 +20,8 @@ Share: TypeAlias = Annotated[float, Quantity("0", "1000000", "a weight", whole=F
 
 
 class ModelSettings(ShortSection):
-    """What a model name, or a pattern with `*`, stands for: another model, or several by weight. One of the two keys,
-    or the text of `to`.
+    """What a model name, or a pattern with `*`, stands for: another model, or several by weight. One of the first two
+    keys, or the text of `to`. And how its requests are served: with such settings alone it is a model of the endpoints.
     """
 
     to: str | None = None
@@ -42,7 +42,7 @@ class ModelSettings(ShortSection):
     @field_validator("split", mode="after")
     @classmethod
     def _check_split(cls, value: dict[str, float] | None, info: ValidationInfo) -> dict[str, float] | None:
-        if (value is None) == (info.data.get("to") is None) and "to" in info.data:
+        if value is not None and info.data.get("to") is not None:
             raise expected("either `to` or `split`")
         if value is not None and (not 1 <= len(value) <= MAX_TARGETS or not sum(value.values())):
             raise expected(f"1 to {MAX_TARGETS} models, at least one with a weight above 0")
@@ -50,26 +50,37 @@ class ModelSettings(ShortSection):
             check_model_name(name)
         return value
 
+    @model_validator(mode="after")
+    def _says_something(self) -> ModelSettings:
+        if not self.shares and self.model_fields_set <= {"to", "split"}:
+            raise expected("`to`, `split` or other settings of a model")
+        return self
+
     @property
     def shares(self) -> Mapping[str, float]:
-        """The models and their weights."""
-        return self.split if self.split is not None else {self.to or "": 1.0}
+        """The models for which it is an alias, and their weights; empty if it is none."""
+        return self.split or ({} if self.to is None else {self.to: 1.0})
 
 
-def check_aliases(aliases: dict[str, ModelSettings]) -> dict[str, ModelSettings]:
+NO_SETTINGS: Final = ModelSettings.model_construct()
+"""Of a model that has none."""
+
+
+def check_models(models: dict[str, ModelSettings]) -> dict[str, ModelSettings]:
     """Raise what is wrong with all of them together."""
-    if len(aliases) > MAX_ALIASES:
-        raise expected(f"at most {MAX_ALIASES} models")
+    if len(models) > MAX_NAMES:
+        raise expected(f"at most {MAX_NAMES} models")
     wrong: list[InitErrorDetails] = []
-    for name, alias in aliases.items():
+    aliases = {name for name, one in models.items() if one.shares}
+    for name, alias in models.items():
         for target in alias.shares:
             # Names are replaced once, so that a split may send part of a model's requests to itself: a canary.
             if "*" in target or (target in aliases and (target != name or alias.to is not None)):
                 place = (name, "to") if alias.split is None else (name, "split", target)
-                what = expected("a model that endpoints serve, not a name of `models`")
+                what = expected("a model that endpoints serve, not an alias")
                 wrong.append(InitErrorDetails(type=what, loc=place, input=target))
     if wrong:
         raise ValidationError.from_exception_data("models", wrong)
-    for name in aliases:
+    for name in models:
         check_model_name(name)
-    return aliases
+    return models

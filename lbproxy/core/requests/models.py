@@ -4,13 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Final
 
 import orjson
 import xxhash
 
-from lbproxy.config.sections.models import ModelSettings
+from lbproxy.config.sections.models import NO_SETTINGS, ModelSettings
+from lbproxy.config.values import MAX_MODEL_CHARS
 from lbproxy.core.requests.openai import ModelCard, synthetic_card
 from lbproxy.core.requests.outcome import LbError, Outcome
+
+MAX_KNOWN: Final = 1000
+"""Pairs of names whose settings are remembered: clients write the first."""
+_ALIAS: Final = frozenset({"to", "split"})
 
 
 def resolve(model: str | None, base_models: Sequence[str]) -> str:
@@ -27,27 +33,61 @@ def resolve(model: str | None, base_models: Sequence[str]) -> str:
     raise LbError(Outcome.MISSING_MODEL, f"The request names no `model`, and {why}.", param="model")
 
 
-class Aliases:
-    """The `models` of the settings: names and patterns, and the models that they stand for. Whether these are served is
-    not known here.
+class ModelRules:
+    """The `models` of the settings: aliases and the models that they stand for, and other settings of models, by names
+    and patterns. Whether a model is served is not known here.
     """
 
     def __init__(self, settings: Mapping[str, ModelSettings]) -> None:
-        self._shares = {name: alias.shares for name, alias in settings.items()}
+        self._settings = settings
+        self._shares = {name: one.shares for name, one in settings.items() if one.shares}
         names = sorted((name for name in settings if "*" in name), key=len, reverse=True)  # of equal ones the first
         self._patterns = [(name, name.split("*")) for name in names]
-        self.has_patterns = bool(names)
+        self.has_patterns = not self._shares.keys().isdisjoint(names)
+        """Some patterns are aliases."""
+        self._has_settings = any(not one.model_fields_set <= _ALIAS for one in settings.values())
+        self._known: dict[tuple[str, str], ModelSettings] = {}
 
     def __contains__(self, name: object) -> bool:
         """Whether it is an alias. Of a pattern: see `pattern_for`."""
         return name in self._shares
 
     def pattern_for(self, name: str) -> str | None:
-        """The pattern that a name which is no alias matches: the longest one."""
-        for pattern, parts in self._patterns:
-            if _fits(name, parts):
-                return pattern
+        """The pattern that a name stands for as an alias: the longest one that fits; None if it is a name of `models`,
+        or none fits.
+        """
+        if name not in self._settings or "*" in name:
+            for pattern, parts in self._patterns:
+                if pattern in self._shares and _fits(name, parts):
+                    return pattern
         return None
+
+    def settings_of(self, written: str | None, model: str | None) -> ModelSettings:
+        """How requests are served that name `written` and are sent as `model`, which differs if that is an alias. Key
+        by key: what is said of the alias goes first, what a name says before a pattern, and a longer pattern before a
+        shorter one. None: it names no model, or has none.
+        """
+        if not self._has_settings or model is None:
+            return NO_SETTINGS
+        key = (written or model, model)
+        known = self._known.get(key)
+        if known is None:
+            known = self._merged(*key)
+            if len(key[0]) <= MAX_MODEL_CHARS:
+                if len(self._known) >= MAX_KNOWN:
+                    self._known.clear()
+                self._known[key] = known
+        return known
+
+    def _merged(self, written: str, model: str) -> ModelSettings:
+        said: dict[str, object] = {}
+        for name in (written, model):
+            alias = None if name == model else self.pattern_for(name)
+            for one in (name, *(pattern for pattern, parts in self._patterns if _fits(name, parts))):
+                if one in self._settings and (one in {name, alias} or one not in self._shares):
+                    found = self._settings[one]
+                    said = {key: getattr(found, key) for key in found.model_fields_set - _ALIAS} | said
+        return NO_SETTINGS.model_copy(update=said)
 
     def target(self, name: str, key: str, served: Collection[str]) -> str:
         """Return the model that a request for the alias or pattern `name` is placed by. One `key` gives the same model

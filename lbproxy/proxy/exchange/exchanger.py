@@ -14,6 +14,7 @@ from lbproxy.core.engines.orca import read_field
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.policies.explain import compact
 from lbproxy.core.queue.ticket import Ticket
+from lbproxy.core.requests.models import ModelRules
 from lbproxy.core.requests.request import BYTES_PER_TOKEN
 from lbproxy.driver.request_runtime import RequestRuntime
 from lbproxy.net.connections.h1 import ResponseHead
@@ -34,6 +35,7 @@ class Exchanger:
         self.runtime = runtime
         self.connections = connections
         self.settings = settings
+        self.model_rules = ModelRules(settings.models)
         limits = settings.timeouts
         self.limits = ClockLimits(limits.connect, limits.first_byte, limits.stream_idle)
         self.rng = random.Random()  # noqa: S311 - numbers that must differ, not secrets

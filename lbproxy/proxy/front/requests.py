@@ -80,7 +80,7 @@ class Requests(Front):
     def reconfigure(self, settings: Settings, exchanger: Exchanger) -> None:
         """Apply other settings to requests that begin from now on."""
         self.exchanger = exchanger
-        self.reading = RequestReader(settings, self._runtime)
+        self.reading = RequestReader(settings, self._runtime, exchanger.model_rules)
         self.local.reconfigure(settings.listen.allowed_hosts, settings.cors.origins)
         self.cors: Cors | None = Cors(settings.cors.origins) if settings.cors.origins else None
         """None = the settings allow no origins."""

@@ -13,7 +13,7 @@ from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.queue.flows import FlowRules
 from lbproxy.core.requests.encodable import encodable_text
 from lbproxy.core.requests.forms import FormWalk, find_form_name, read_form_model
-from lbproxy.core.requests.models import Aliases, resolve
+from lbproxy.core.requests.models import ModelRules, resolve
 from lbproxy.core.requests.openai import (
     NOT_NAMED,
     BodyFacts,
@@ -64,8 +64,8 @@ SERVED_S: Final = 1.0
 class RequestReader:
     """Reads requests by the configured models and flows, and by what the endpoints serve."""
 
-    def __init__(self, settings: Settings, runtime: RequestRuntime) -> None:
-        self._aliases = Aliases(settings.models)
+    def __init__(self, settings: Settings, runtime: RequestRuntime, model_rules: ModelRules) -> None:
+        self._model_rules = model_rules
         self._flow_rules = FlowRules(settings.flows)
         self._runtime = runtime
         self._served: frozenset[str] = frozenset()
@@ -100,7 +100,7 @@ class RequestReader:
         """
         facts, request = self._read(request, large)
         name = facts.model
-        if name is None or (name not in self._aliases and not self._aliases.has_patterns):
+        if name is None or (name not in self._model_rules and not self._model_rules.has_patterns):
             return facts, request
         model = self._model_behind(name, request, record)
         if model == name:
@@ -111,16 +111,16 @@ class RequestReader:
     def _model_behind(self, name: str, request: ClientRequest, record: RequestRecord) -> str:
         """The model to place by. Notes the client's name in `record`, if that stands for another one."""
         alias: str | None = name
-        if name not in self._aliases:
-            alias = None if self._runtime.serving.has_listed(name) else self._aliases.pattern_for(name)
+        if name not in self._model_rules:
+            alias = None if self._runtime.serving.has_listed(name) else self._model_rules.pattern_for(name)
         if alias is None:
             return name
         record.alias = name
-        return self._aliases.target(alias, request.fields.session or record.request_id, self._served_now())
+        return self._model_rules.target(alias, request.fields.session or record.request_id, self._served_now())
 
     def waits_for_lists(self) -> bool:
         """Whether a model may match a pattern that an endpoint will list in a moment: the first probe is not over."""
-        return self._aliases.has_patterns and any(
+        return self._model_rules.has_patterns and any(
             one.health is Health.STARTING and one.models is None for one in self._runtime.members()
         )
 
@@ -232,7 +232,7 @@ class RequestReader:
 
     def model_cards(self) -> list[ModelCard]:
         """The models that clients may name: those of the endpoints that are up, and aliases of them."""
-        return self._aliases.listed(self._runtime.serving.model_cards())
+        return self._model_rules.listed(self._runtime.serving.model_cards())
 
     def _read(self, request: ClientRequest, large: Large | None) -> tuple[BodyFacts, ClientRequest]:
         """The same, with the name that the client used."""

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lbproxy.config.parse import parse
+from lbproxy.config.sections.models import NO_SETTINGS, ModelSettings
 from lbproxy.core.requests import outline as outline_module
-from lbproxy.core.requests.models import Aliases
+from lbproxy.core.requests.models import MAX_KNOWN, ModelRules
 from lbproxy.core.requests.openai import ModelCard, find_names
 from lbproxy.core.requests.outcome import LbError
 from lbproxy.core.requests.outline import MAX_MODEL_FIELD_BYTES, MAX_MODEL_KEYS, Outline, outline
@@ -31,8 +32,8 @@ def outlined(body: bytes, slice_bytes: int) -> Outline:
         return outline(body)
 
 
-def aliases(text: str) -> Aliases:
-    return Aliases(parse(f"endpoints: ['http://a']\nmodels: {{{text}}}", environ={}).models)
+def aliases(text: str) -> ModelRules:
+    return ModelRules(parse(f"endpoints: ['http://a']\nmodels: {{{text}}}", environ={}).models)
 
 
 # --- Which model ------------------------------------------------------------------------------------------------------
@@ -133,6 +134,74 @@ def test_an_alias_stands_before_a_model_of_its_name() -> None:
     (one,) = shadow.listed([card("old", max_model_len=None)])
     assert orjson.loads(one.raw)["owned_by"] == "lbproxy"
     assert {shadow.target("old", f"{n}", ()) for n in range(100)} == {"old", "new"}
+
+
+# --- Other settings ---------------------------------------------------------------------------------------------------
+
+
+class Example(ModelSettings):
+    one: int | None = None
+    two: int | None = None
+
+
+def models(settings: dict[str, dict[str, object]]) -> ModelRules:
+    return ModelRules({name: Example.model_validate(one) for name, one in settings.items()})
+
+
+def said(some: ModelRules, written: str | None, model: str | None) -> dict[str, object]:
+    """What `some` says of that request, without what it does not say."""
+    found = some.settings_of(written, model)
+    return {key: value for key in ("one", "two") if (value := getattr(found, key, None)) is not None}
+
+
+def test_key_by_key_an_alias_goes_before_its_target() -> None:
+    some = models({"fast": {"to": "big", "one": 1}, "big": {"one": 2, "two": 3}, "off": {"to": "big", "two": None}})
+    assert said(some, None, "big") == {"one": 2, "two": 3}
+    assert said(some, "fast", "big") == {"one": 1, "two": 3}
+    assert said(some, "off", "big") == {"one": 2}, "null is said, too"
+    assert said(some, None, "other") == said(some, None, None) == said(some, "fast", None) == {}
+    assert some.settings_of("fast", "big").to is None
+
+
+def test_key_by_key_a_name_goes_before_patterns_and_the_longest_of_these_first() -> None:
+    some = models({"*": {"one": 1, "two": 1}, "q*": {"one": 2}, "*q": {"one": 3}, "q1": {"two": 4}})
+    assert said(some, None, "x") == {"one": 1, "two": 1}
+    assert said(some, None, "qq") == {"one": 2, "two": 1}
+    assert said(some, None, "q1") == {"one": 2, "two": 4}
+
+
+def test_a_name_or_pattern_with_other_settings_alone_is_no_alias() -> None:
+    some = models({"gpt-*": {"one": 1}, "*": {"to": "big", "two": 2}, "big": {"one": 5}})
+    assert "gpt-*" not in some
+    assert "big" not in some
+    assert some.has_patterns
+    assert some.pattern_for("big") is None, "an exact name goes before a pattern"
+    assert some.pattern_for("gpt-9") == "*", "what a pattern does not say leaves it to others"
+    assert said(some, "gpt-9", "big") == {"one": 1, "two": 2}
+    assert said(some, None, "gpt-oss") == {"one": 1}, (
+        "a pattern that is an alias says nothing of models that are served"
+    )
+    assert said(some, None, "big") == {"one": 5}
+    assert not models({"*": {"one": 1}}).has_patterns
+    assert [one.id for one in some.listed([ModelCard("big", b"{}")])] == ["big"]
+
+
+def test_of_two_patterns_that_are_aliases_only_the_one_that_counts_has_a_say() -> None:
+    some = models({"a*": {"to": "x", "one": 1}, "*": {"to": "y", "one": 2, "two": 2}})
+    assert said(some, "abc", "x") == {"one": 1}
+    assert said(some, "b", "y") == {"one": 2, "two": 2}
+
+
+def test_what_is_remembered_of_names_that_clients_write_is_bounded() -> None:
+    some = models({"*": {"to": "x", "one": 1}})
+    for n in range(3 * MAX_KNOWN):
+        assert said(some, f"{n}", "x") == said(some, f"{n}" * 1000, "x") == {"one": 1}
+    assert 0 < len(some._known) <= MAX_KNOWN
+    assert all(len(name) < 10 for name, _ in some._known)
+
+
+def test_without_other_settings_nothing_is_looked_up() -> None:
+    assert CANARY.settings_of("fast", "old") is NO_SETTINGS
 
 
 # --- The body ---------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import json
 import pytest
 
 from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.requests.models import ModelRules
 from lbproxy.core.requests.outline import UNCUT_STRING_BYTES, LargeJson
 from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.proxy.request.client_request import ClientRequest
@@ -27,7 +28,7 @@ def placed(body: bytes) -> InferenceRequest:
     async def main() -> InferenceRequest:
         pool = Pool(make_balancer(policy="adaptive"), [spec(1)])
         try:
-            reading = RequestReader(settings_for([spec(1).base_url]), pool.runtime)
+            reading = RequestReader(settings_for([spec(1).base_url]), pool.runtime, ModelRules({}))
             fields = read_request_fields([(b"Host", b"lb"), (b"Content-Type", b"application/json")])
             request = ClientRequest("POST", PATH, find_route("POST", PATH), fields, body)
             record = RequestRecord("r", "POST", PATH, "127.0.0.1", pool.runtime.now())
@@ -75,7 +76,9 @@ def placed_at_once(path: str, body: bytes) -> InferenceRequest:
             fields = read_request_fields([(b"Host", b"lb"), (b"Content-Type", b"application/json")])
             request = ClientRequest("POST", path, find_route("POST", path), fields, body)
             record = RequestRecord("r", "POST", path, "127.0.0.1", pool.runtime.now())
-            return RequestReader(settings_for([spec(1).base_url]), pool.runtime).interpret(request, record)[1]
+            return RequestReader(settings_for([spec(1).base_url]), pool.runtime, ModelRules({})).interpret(
+                request, record
+            )[1]
         finally:
             pool.connections.close()
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.queue.stored_responses import StoredResponses
+from lbproxy.core.requests.models import ModelRules
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.driver.request_runtime import RequestRuntime
@@ -63,7 +64,9 @@ def request(
 
 
 def placed(asked: ClientRequest, *models: str) -> InferenceRequest:
-    reading = RequestReader(settings_for(["http://10.0.0.1:8000"]), cast(RequestRuntime, TwoModels(*models)))
+    reading = RequestReader(
+        settings_for(["http://10.0.0.1:8000"]), cast(RequestRuntime, TwoModels(*models)), ModelRules({})
+    )
     record = RequestRecord("r", asked.method, asked.target, "127.0.0.1", 0.0)
     return reading.interpret(asked, record)[1]
 
