@@ -9,9 +9,11 @@ from typing import Annotated, TypeAlias
 from pydantic import Field, field_validator
 
 from lbproxy.config.section import Section
-from lbproxy.config.values import Quantity, count, duration, expected
+from lbproxy.config.values import Quantity, check_model_name, count, duration, expected
 
 MAX_NAMED = 1000
+MAX_MODELS = 100
+"""Of one flow: each name that a client writes may be compared with all of its patterns."""
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 """As the names of API keys."""
 
@@ -40,6 +42,16 @@ class FlowSettings(Section):
     max_tier: Annotated[int, count("1", "9")] | None = None
     """The highest tier for its requests: 1 keeps prompts on the first. Holds for the API key of that name, too,
     whichever flow its requests choose."""
+    models: tuple[str, ...] | None = Field(default=None, json_schema_extra={"maxItems": MAX_MODELS})
+    """The models that its clients see and may name: names, aliases among them, and patterns with `*`. null = all. Holds
+    for the API key of that name, too, like `max_tier`."""
+
+    @field_validator("models", mode="after")
+    @classmethod
+    def _check_models(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if value is not None and len(value) > MAX_MODELS:
+            raise expected(f"at most {MAX_MODELS} models")
+        return None if value is None else tuple(map(check_model_name, value))
 
 
 class FlowsSettings(Section):

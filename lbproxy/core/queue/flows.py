@@ -36,6 +36,7 @@ from lbproxy.core.queue.flow import (
 )
 from lbproxy.core.queue.limits import Limits, expected_response
 from lbproxy.core.queue.ticket import Ticket
+from lbproxy.core.requests.models import Allowed
 from lbproxy.core.requests.request import MAX_TIER, InferenceRequest, Usage
 
 MAX_FLOWS: Final = 1024
@@ -231,6 +232,9 @@ class FlowRules:
         self._priority = settings.default.priority
         rules = (settings.default, *self._rules.values())
         self._bounds_tiers = any(one.max_tier is not None for one in rules)
+        self.bounds_models = any(one.models is not None for one in rules)
+        """Some clients have models of their own."""
+        self._allowed = {one.models: Allowed(one.models) for one in rules if one.models is not None}
 
     def flow_of(self, key: str | None, header: str | None) -> str:
         """The flow of a request. `header`: the value of `x-lbproxy-flow`, a valid flow name."""
@@ -250,6 +254,14 @@ class FlowRules:
             own = self._rules.get(name, self._default).max_tier
             most = most if own is None else min(most, own)
         return most
+
+    def models_of(self, flow: str, key: str | None) -> tuple[Allowed, ...]:
+        """Each model that a request of this flow names must be in all of these; empty: it may name any. Those of the
+        API key hold whichever flow the request chose. One list of the settings is one object.
+        """
+        names = (flow,) if key is None or key == flow else (flow, key)
+        lists = [self._rules.get(name, self._default).models for name in names]
+        return tuple(self._allowed[one] for one in lists if one is not None)
 
     def priority_of(self, flow: str, asked: int | None, key: str | None) -> int:
         """The priority of a request of this flow. `asked`: the requested priority; None: none."""

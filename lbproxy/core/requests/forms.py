@@ -69,6 +69,11 @@ def find_form_name(body: bytes, content_type: bytes, walk: FormWalk | None = Non
     return Naming(() if span is None else (span,), is_json=False)
 
 
+def is_clear(body: bytes, content_type: bytes, walk: FormWalk | None = None) -> bool:
+    """Whether every parser reads the same in the form: it is not malformed. `walk`: see above."""
+    return _walked(body, content_type, walk).is_clear
+
+
 def _walked(body: bytes, content_type: bytes, walk: FormWalk | None) -> FormWalk:
     if walk is None:
         walk = FormWalk(body, content_type)
@@ -83,6 +88,8 @@ class FormWalk:
     def __init__(self, body: bytes, content_type: bytes) -> None:
         self.value: tuple[int, int] | None = None
         """The start and end of the field's value, once the walk is finished."""
+        self.is_clear = False
+        """The walk came to the end of the form: every parser reads the same in it."""
         self._body = body
         self._delimiter = b""
         self._found: tuple[int, int] | None = None
@@ -122,7 +129,7 @@ class FormWalk:
             return
         self._parts += 1
         if body.startswith(b"--", self._at):
-            self.value, self._ended = self._found, True
+            self.value, self.is_clear, self._ended = self._found, True, True
             return
         line_end = _LINE_END.match(body, self._at)
         head_end = (

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Final
+from typing import Final, cast
 
 import orjson
 import xxhash
 
 from lbproxy.config.sections.models import NO_SETTINGS, ModelSettings
 from lbproxy.config.values import MAX_MODEL_CHARS
-from lbproxy.core.requests.openai import ModelCard, synthetic_card
+from lbproxy.core.requests.openai import ModelCard, check_model_name, synthetic_card
 from lbproxy.core.requests.outcome import LbError, Outcome
 
 MAX_KNOWN: Final = 1000
@@ -31,6 +31,40 @@ def resolve(model: str | None, base_models: Sequence[str]) -> str:
         return base_models[0]
     why = "more than one is served" if base_models else "none is known to be served yet"
     raise LbError(Outcome.MISSING_MODEL, f"The request names no `model`, and {why}.", param="model")
+
+
+class Allowed:
+    """The models that a client may use, by the names that clients write: an alias stands for itself. Immutable."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        """`names`: some may be patterns with `*`."""
+        self._names = frozenset(names)
+        parts = [name.split("*") for name in self._names if "*" in name]
+        self._beginnings = tuple(first for first, *rest in parts if rest == [""])
+        self._patterns = [one for one in parts if one[1:] != [""]]
+
+    def __contains__(self, name: str) -> bool:
+        return (
+            ("*" not in name and name in self._names)
+            or name.startswith(self._beginnings)
+            or any(_fits(name, parts) for parts in self._patterns)
+        )
+
+
+OTHER_NAMES: Final = ("lora_path", "models", "fallbacks")
+"""Fields of a body that name models too: SGLang's adapters, and what OpenRouter and LiteLLM fall back to."""
+
+
+def other_models(fields: Mapping[str, object]) -> list[str]:
+    """The models that a JSON body names besides `model`. Raises LbError for what is no name."""
+    found = []
+    for field in OTHER_NAMES:
+        value = fields.get(field)
+        for name in value if isinstance(value, list) else (value,):
+            if name is not None:
+                check_model_name(name, field)
+                found.append(cast(str, name))
+    return found
 
 
 class ModelRules:
@@ -109,6 +143,11 @@ class ModelRules:
             if left < 0.0:
                 return model
         return candidates[-1]
+
+    def behind(self, name: str) -> Iterable[str]:
+        """The models as which requests for `name`, an alias or none, are sent."""
+        shares = self._shares.get(name)
+        return (name,) if shares is None else (model for model, share in shares.items() if share)
 
     def listed(self, cards: Iterable[ModelCard]) -> list[ModelCard]:
         """`cards`, and cards of the aliases that lead to one of them. An alias replaces a model of the same name."""

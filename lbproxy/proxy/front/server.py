@@ -40,7 +40,7 @@ from lbproxy.proxy.front.turn import Turn
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.forwarding import may_forward
 from lbproxy.proxy.request.handshake import read_handshake
-from lbproxy.proxy.request.headers import SWITCHES, asking_as_it_is, origin_form, read_request_fields
+from lbproxy.proxy.request.headers import SWITCHES, RequestFields, asking_as_it_is, origin_form, read_request_fields
 from lbproxy.proxy.request.own_responses import ModelList
 from lbproxy.proxy.request.reading import has_form, has_json
 from lbproxy.proxy.request.routes import ADAPTERS, HEALTH, HEALTH_PATH, Route, find_route, may_generate
@@ -129,7 +129,7 @@ class FrontEnd(web.Server):
     def reconfigure(self, settings: Settings) -> None:
         """Apply other settings to requests, bodies and connections that begin from now on."""
         self.requests.reconfigure(settings, self.requests.exchanger.with_settings(settings))
-        self.forwarding = self.requests.forwarding
+        self.forwarding, self._models = self.requests.forwarding, ModelList()
         self.overload.reconfigure(settings.limits)
         self.max_plain_body_bytes = min(settings.limits.json_body, PARSE_AT_ONCE_BYTES)
         self.deadlines.reconfigure(head_s=settings.timeouts.client_head, stall_s=settings.timeouts.client_stall)
@@ -335,7 +335,7 @@ class FrontEnd(web.Server):
         route = find_route(request.method, record.path, lora_management=settings.lora_management)
         if route.ours and route is not ADAPTERS and request.method != "OPTIONS":
             record.route = route.name
-            self._respond(route, turn)
+            self._respond(route, turn, fields)
             return
         if requests.draining or requests.overload.refuses is not None:
             raise requests.refusal()
@@ -366,19 +366,22 @@ class FrontEnd(web.Server):
         record, settings = turn.record, turn.settings
         record.route = request.route.name
         record.request_bytes = len(request.body)
+        if self.requests.reading.allowed(request.fields, record):  # the path of an adapter may be any model's
+            raise LbError(Outcome.FORBIDDEN, "Adapters are not managed by clients with models of their own.")
         self.requests.refuse_loop(request.fields.via)
         request.fields.forward += turn.client.peer.lines(request.fields, http10=request.http10)
         timeout_s, named = settings.timeouts.first_byte, settings.expose_endpoint
         turn.respond(*await self._adapter_calls.make(request, record, timeout_s=timeout_s, name_endpoints=named))
 
-    def _respond(self, route: Route, turn: Turn) -> None:
-        """GET /v1/models, or one of them: the merged models of the endpoints that are up. GET /health: a 503 from
-        the moment that lbproxy begins to stop. Raises LbError.
+    def _respond(self, route: Route, turn: Turn, fields: RequestFields) -> None:
+        """GET /v1/models, or one of them: the merged models of the endpoints that are up, as far as the client may name
+        them. GET /health: a 503 from the moment that lbproxy begins to stop. Raises LbError.
         """
         if not self._runtime.any_up():
             raise LbError(Outcome.NO_ENDPOINTS)
         if route is not HEALTH:
-            turn.respond(200, self._models.body(self.requests.reading.model_cards(), turn.record.path))
+            reading, record = self.requests.reading, turn.record
+            turn.respond(200, self._models.body(reading.model_cards(), record.path, reading.allowed(fields, record)))
         elif self.requests.last:
             raise LbError(Outcome.DRAINING)
         else:

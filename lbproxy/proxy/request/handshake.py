@@ -102,6 +102,13 @@ def query_model(target: str) -> str | None:
     return named[0] if named else None
 
 
+def query_models(target: str) -> list[str]:
+    """Every model that some server may read in the query of a request target: in any case, and behind `;` too."""
+    parts = re.split("[&;]", target.partition("?")[2])
+    named = [part.partition("=") for part in parts]
+    return [unquote_plus(value) for name, _, value in named if unquote_plus(name).lower() == "model"]
+
+
 def with_query_model(target: str, model: str) -> str:
     """The target with this `model` in its query, in place of the one there or at the end; unchanged otherwise."""
     path, _, query = target.partition("?")

@@ -6,11 +6,13 @@ from __future__ import annotations
 import random
 from http import HTTPStatus
 from math import ceil
+from typing import Final, NamedTuple
 from urllib.parse import unquote
 
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.queue.flow import MAX_RETRY_AFTER_S
 from lbproxy.core.queue.ticket import Ticket
+from lbproxy.core.requests.models import Allowed
 from lbproxy.core.requests.openai import REASON_FIELD, ModelCard, error_body, model_list
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.proxy.request.headers import status_line
@@ -77,26 +79,43 @@ def no_content_response(fields: str, *, keep_alive: bool) -> bytes:
     return status_line(204) + fields.encode("ascii") + (b"\r\n" if keep_alive else b"connection: close\r\n\r\n")
 
 
+class _Listed(NamedTuple):
+    """A list of models, as it was made."""
+
+    of: list[ModelCard]
+    cards: dict[str, ModelCard]
+    body: bytes
+
+
+MAX_LISTS: Final = 64
+"""Lists that are kept: each may have megabytes, and clients with models of their own share fewer."""
+
+
 class ModelList:
-    """The bodies of /v1/models. All clients share the list, as long as it is the same: it can be megabytes long, and a
-    client may take a minute to read it.
+    """The bodies of /v1/models. All clients that may see the same models share the list, as long as it is the same: it
+    can be megabytes long, and a client may take a minute to read it.
     """
 
     def __init__(self) -> None:
-        self._cards: list[ModelCard] = []
-        self._all = model_list([])
+        self._lists: dict[tuple[Allowed, ...], _Listed] = {}
 
-    def body(self, cards: list[ModelCard], path: str) -> bytes:
-        """The body for a path of /v1/models: of all `cards`, or of the one that it names. Raises LbError."""
+    def body(self, cards: list[ModelCard], path: str, allowed: tuple[Allowed, ...] = ()) -> bytes:
+        """The body for a path of /v1/models: of all `cards`, or of the one that it names; those that are not in each of
+        `allowed` do not exist. Raises LbError.
+        """
+        listed = self._lists.pop(allowed, None)
+        if listed is None or listed.of != cards:
+            seen = [card for card in cards if all(card.id in one for one in allowed)]
+            listed = _Listed(cards, {card.id: card for card in seen}, model_list(seen))
+        if len(self._lists) >= MAX_LISTS:
+            del self._lists[next(iter(self._lists))]
+        self._lists[allowed] = listed
         wanted = unquote(path.removeprefix("/v1/models").removeprefix("/"))
-        if wanted:
-            card = next((card for card in cards if card.id == wanted), None)
-            if card is None:
-                raise model_not_found(wanted)
-            return card.raw
-        if cards != self._cards:
-            self._cards, self._all = cards, model_list(cards)
-        return self._all
+        if not wanted:
+            return listed.body
+        if wanted not in listed.cards:
+            raise model_not_found(wanted)
+        return listed.cards[wanted].raw
 
 
 def model_not_found(model: str | None) -> LbError:

@@ -12,8 +12,8 @@ from lbproxy.core.endpoints.health import Health
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.queue.flows import FlowRules
 from lbproxy.core.requests.encodable import encodable_text
-from lbproxy.core.requests.forms import FormWalk, find_form_name, read_form_model
-from lbproxy.core.requests.models import ModelRules, resolve
+from lbproxy.core.requests.forms import FormWalk, find_form_name, is_clear, read_form_model
+from lbproxy.core.requests.models import Allowed, ModelRules, other_models, resolve
 from lbproxy.core.requests.openai import (
     NOT_NAMED,
     BodyFacts,
@@ -32,10 +32,11 @@ from lbproxy.core.requests.request import WHOLE, InferenceRequest
 from lbproxy.core.responses.objects import named_in_body, named_in_path
 from lbproxy.driver.request_runtime import RequestRuntime
 from lbproxy.proxy.request.client_request import ClientRequest
-from lbproxy.proxy.request.handshake import query_model, with_query_model
-from lbproxy.proxy.request.headers import MAX_SESSION_BYTES
+from lbproxy.proxy.request.handshake import query_model, query_models, with_query_model
+from lbproxy.proxy.request.headers import MAX_SESSION_BYTES, RequestFields
 from lbproxy.proxy.request.legs import is_splittable, refuse_own_fields
-from lbproxy.proxy.request.routes import JSON_BODY, OTHER, Form, form_of, reads_json, stored_response
+from lbproxy.proxy.request.own_responses import model_not_found
+from lbproxy.proxy.request.routes import JSON_BODY, OTHER, Form, form_of, is_batch, reads_json, stored_response
 
 Large: TypeAlias = LargeJson | FormWalk
 """A body that was read in many turns of the event loop."""
@@ -67,6 +68,7 @@ class RequestReader:
     def __init__(self, settings: Settings, runtime: RequestRuntime, model_rules: ModelRules) -> None:
         self._model_rules = model_rules
         self._flow_rules = FlowRules(settings.flows)
+        self._bounds_models = self._flow_rules.bounds_models
         self._runtime = runtime
         self._served: frozenset[str] = frozenset()
         self._served_until = float("-inf")
@@ -87,7 +89,10 @@ class RequestReader:
         else:
             facts, prompt = large
         record.model, record.stream = facts.model, facts.stream
-        return request, self._placed(record, request, facts, prompt, is_large=large is not None)
+        placed = self._placed(record, request, facts, prompt, is_large=large is not None)
+        if self._bounds_models and facts.model is None:
+            request = request._replace(naming=Naming(()))  # it is placed by a model all the same, and names none
+        return request, placed
 
     def read(
         self, request: ClientRequest, record: RequestRecord, large: Large | None = None
@@ -98,8 +103,11 @@ class RequestReader:
 
         `large`: the body, if that was read in turns. Raises LbError.
         """
-        facts, request = self._read(request, large)
+        allowed = self.allowed(request.fields, record) if self._bounds_models else ()
+        facts, request = self._read(request, large, allowed)
         name = facts.model
+        if allowed:
+            self._check_models(request, facts, record, large, allowed)
         if name is None or (name not in self._model_rules and not self._model_rules.has_patterns):
             return facts, request
         model = self._model_behind(name, request, record)
@@ -107,6 +115,82 @@ class RequestReader:
             return facts, request
         naming = _naming_of(request, large)
         return facts._replace(model=model), request._replace(model=model, naming=naming)
+
+    # Clients that have models of their own
+
+    def allowed(self, fields: RequestFields, record: RequestRecord) -> tuple[Allowed, ...]:
+        """The models that the client of a request may name, see FlowRules. Notes the flow in `record`."""
+        if not self._bounds_models:
+            return ()
+        record.flow = flow = self._flow_rules.flow_of(record.key, fields.flow)
+        return self._flow_rules.models_of(flow, record.key)
+
+    def _check_models(
+        self,
+        request: ClientRequest,
+        facts: BodyFacts,
+        record: RequestRecord,
+        large: Large | None,
+        allowed: tuple[Allowed, ...],
+    ) -> None:
+        """Raise LbError unless each model that a server may read in the request is allowed. That is decided by names
+        alone: the client is not told, by words or time, which others there are.
+        """
+        if is_batch(request.target):
+            raise LbError(Outcome.FORBIDDEN, "Batches are not for clients with models of their own: a file names any.")
+        if has_json(request):
+            _refuse_two_models(request)
+        elif has_form(request):
+            walk = large if isinstance(large, FormWalk) else None
+            if not is_clear(request.body, request.fields.content_type, walk):
+                raise LbError(Outcome.BAD_REQUEST, "The form is malformed: servers may read different models in it.")
+        named = [] if facts.model is None else [facts.model]
+        self._require(named + query_models(request.target) + other_models(facts.fields), record, allowed)
+
+    @staticmethod
+    def _require(names: list[str], record: RequestRecord, allowed: tuple[Allowed, ...]) -> None:
+        for name in names:
+            for one in allowed:
+                if name not in one:
+                    record.model = name
+                    raise model_not_found(name)
+
+    def _place_within(
+        self, request: ClientRequest, record: RequestRecord, model: str | None, response_id: str | None
+    ) -> tuple[str | None, str | None]:
+        """Where a request may go whose client may not name every model: the model to place it by, and the stored object
+        by which it is placed. One that names no model goes where one of the client's is served, or to what it is about;
+        one that does not to a server without it, whatever it refers to.
+        """
+        allowed = self.allowed(request.fields, record)
+        if not allowed:
+            return model, response_id
+        stored = None if response_id is None else self._runtime.stored(response_id)
+        if model is None:
+            return (self._any_of(allowed) if stored is None else None), response_id
+        if stored is not None:
+            owners = [one.models for one in self._runtime.members() if one.endpoint.uid == stored.uid]
+            if owners and owners[0] is not None and model not in owners[0]:
+                return model, None
+        return model, response_id
+
+    def _any_of(self, allowed: tuple[Allowed, ...]) -> str:
+        """A served model that these lead to. Raises LbError if there is none."""
+        cards = self._runtime.serving.model_cards()
+        served = {card.id for card in cards}
+        for card in self._model_rules.listed(cards):
+            if all(card.id in one for one in allowed):
+                for model in self._model_rules.behind(card.id):
+                    if model in served:
+                        return model
+        return resolve(None, [])
+
+    def _only_model(self, named: str | None, allowed: tuple[Allowed, ...]) -> str:
+        """The model that a request of inference names, or else the only one that its client may."""
+        if named is not None:
+            return named
+        served = self._runtime.serving.base_models()
+        return resolve(None, [one for one in served if all(one in each for each in allowed)] if allowed else served)
 
     def _model_behind(self, name: str, request: ClientRequest, record: RequestRecord) -> str:
         """The model to place by. Notes the client's name in `record`, if that stands for another one."""
@@ -162,6 +246,8 @@ class RequestReader:
                 keys = hash_prompt(text, model=model, salt=cache_salt, block_bytes=block_bytes, after=after)
             if before is not None:
                 prompt_bytes += before.prompt_bytes
+        if self._bounds_models:
+            model, response_id = self._place_within(request, record, model, response_id)
         record.flow = flow = self._flow_rules.flow_of(record.key, fields.flow)
         slo_s = fields.slo_ttft_s
         return InferenceRequest(
@@ -220,8 +306,11 @@ class RequestReader:
         """
         named = query_model(request.target)
         model = named
+        allowed = self.allowed(request.fields, record) if self._bounds_models else ()
+        if allowed:
+            self._require(([] if named is None else [named]) + query_models(request.target), record, allowed)
         if named is None and request.route.is_inference:
-            model = resolve(None, self._runtime.serving.base_models())
+            model = self._only_model(None, allowed)
         elif named is not None:
             model = self._model_behind(named, request, record)
         if model is not None and model != named:
@@ -234,14 +323,16 @@ class RequestReader:
         """The models that clients may name: those of the endpoints that are up, and aliases of them."""
         return self._model_rules.listed(self._runtime.serving.model_cards())
 
-    def _read(self, request: ClientRequest, large: Large | None) -> tuple[BodyFacts, ClientRequest]:
-        """The same, with the name that the client used."""
+    def _read(
+        self, request: ClientRequest, large: Large | None, allowed: tuple[Allowed, ...]
+    ) -> tuple[BodyFacts, ClientRequest]:
+        """The same, with the name that the client used; if it used none, the only one that is served and `allowed`."""
         body = request.body
         is_inference = request.route.is_inference
         if has_json(request):
             facts = read_json_body(body, large if isinstance(large, LargeJson) else None)
             if facts.model is None and is_inference:
-                model = resolve(None, self._runtime.serving.base_models())
+                model = self._only_model(None, allowed)
                 return facts._replace(model=model), request._replace(model=model, naming=place_for_name(body))
             if isinstance(large, LargeJson) and (outline := large.outline) is not None:
                 naming = NOT_NAMED if outline.has_long_model else find_names(body, outline)
@@ -252,11 +343,11 @@ class RequestReader:
             named = read_form_model(body, request.fields.content_type, walk)
             if walk is not None:
                 request = request._replace(naming=_naming_of(request, walk))
-            return BodyFacts(resolve(named, self._runtime.serving.base_models()) if is_inference else named), request
+            return BodyFacts(self._only_model(named, allowed) if is_inference else named), request
         if not (is_inference and body):
             return BodyFacts(None), request
         named = query_model(request.target)  # what is neither JSON nor a form has no other place for it
-        return BodyFacts(resolve(named, self._runtime.serving.base_models())), request
+        return BodyFacts(self._only_model(named, allowed)), request
 
     def _served_now(self) -> frozenset[str]:
         """The models of endpoints that are up, as of the last second."""

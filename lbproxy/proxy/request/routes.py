@@ -134,6 +134,7 @@ _ROUTES = {
 }
 _STORED: Final = re.compile(r"/v1/(?:responses|chat/completions)/([A-Za-z0-9_-]{1,160})(?:/[a-z_]+)?/?")
 _GENERATED: Final = ("/v1/responses/", "/v1/chat/completions/")
+_BATCHES: Final = ("/v1/batch", "/v1/messages/batches")
 _READS: Final = frozenset({"GET", "HEAD"})
 _OF_IDS: Final = re.compile(r"/v1/(?:responses|chat/completions|models)/")
 """Paths that are about something with an id."""
@@ -173,6 +174,11 @@ def _ambiguous(served: str) -> LbError:
 def may_generate(method: str, path: str) -> bool:
     """Whether the response may have what a model wrote: of GET only one that was stored, or is still written."""
     return method not in _READS or path.startswith(_GENERATED)
+
+
+def is_batch(target: str) -> bool:
+    """Whether a request target is about batches, whose models are in a file or a list."""
+    return (served_path(target.partition("?")[0]) or "").startswith(_BATCHES)
 
 
 def stored_response(path: str) -> str | None:

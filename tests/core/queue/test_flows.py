@@ -500,6 +500,19 @@ def test_a_flow_that_is_forgotten_with_something_owed_is_not_one() -> None:
     assert flows.of("new", 100.0).name == OTHERS
 
 
+def test_the_models_of_a_key_hold_whichever_flow_is_chosen_and_null_is_all() -> None:
+    rule = FlowRules(rules(default={"models": ["a"]}, named={"b": {"models": ["b"]}, "all": {"models": None}, "x": {}}))
+
+    def may(flow: str, key: str | None) -> str:
+        return "".join(name for name in "abc" if all(name in one for one in rule.models_of(flow, key)))
+
+    assert (may("anyone", None), may("b", None), may("all", None), may("x", None)) == ("a", "b", "abc", "a")
+    assert (may("all", "b"), may("b", "all"), may("b", "anyone"), may("b", "b")) == ("b", "b", "", "b")
+    assert rule.models_of("anyone", "x") == rule.models_of("x", "anyone")
+    assert rule.bounds_models
+    assert not FlowRules(rules(named={"all": {"models": None}})).bounds_models
+
+
 def test_what_a_request_is_of() -> None:
     rule = FlowRules(rules(named={"team": {"priority": 3, "max_priority": 7}}))
     assert rule.flow_of(None, None) == "anonymous"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lbproxy.config.parse import parse
 from lbproxy.config.sections.models import NO_SETTINGS, ModelSettings
 from lbproxy.core.requests import outline as outline_module
-from lbproxy.core.requests.models import MAX_KNOWN, ModelRules
+from lbproxy.core.requests.models import MAX_KNOWN, Allowed, ModelRules
 from lbproxy.core.requests.openai import ModelCard, find_names
 from lbproxy.core.requests.outcome import LbError
 from lbproxy.core.requests.outline import MAX_MODEL_FIELD_BYTES, MAX_MODEL_KEYS, Outline, outline
@@ -319,3 +319,24 @@ def test_many_keys_are_refused_before_they_take_long() -> None:
     with pytest.raises(LbError):
         renamed(nested, "B")
     renamed(nested.replace(b'{"model":"a"}', b"1", 1), "B")
+
+
+# --- Models of a client's own -----------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.text("ab*.", min_size=1, max_size=5), max_size=5), st.text("ab.", min_size=1, max_size=6))
+def test_a_client_may_name_what_one_of_its_names_or_patterns_fits(names: list[str], asked: str) -> None:
+    fits = any(fnmatch.fnmatchcase(asked, name) for name in names)
+    assert (asked in Allowed(names)) is fits
+
+
+def test_a_pattern_does_not_allow_its_own_text_and_case_counts() -> None:
+    allowed = Allowed(["a*b", "plain"])
+    assert [name in allowed for name in ("a*b", "A*b", "plain", "Plain", "plain ", "")] == [
+        True,
+        False,
+        True,
+        *[False] * 3,
+    ]
+    assert [name in Allowed(["*"]) for name in ("", "x*")] == [True, True]
+    assert "a" not in Allowed([])
