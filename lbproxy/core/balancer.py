@@ -269,8 +269,8 @@ class Balancer:
         verdict, counts = self._failures.decide(
             ticket, kind, earlier, now=now, why=why, refused=refused, decided=decided, retry_after_s=retry_after_s
         )
-        if self._queue and now < state.backing_off_until:
-            self._dispatcher.wake_at(state.endpoint.uid, state.backing_off_until)
+        if self._queue and now < (held_until := state.held_until(ticket.request.model)):
+            self._dispatcher.wake_at(state.endpoint.uid, held_until)
         if counts:
             self._dispatcher.wake_all()
         return verdict

@@ -102,7 +102,7 @@ class Placing:
         breaker.successes += 1
         breaker.faults_in_row = 0
         breaker.forbidden = NO_FLOWS
-        self._backpressure.note_success(state)
+        self._backpressure.note_success(state, ticket.request.model)
         if ticket.trial is not None or ticket.suspect is not None:
             suspect = None if ticket.suspect is None else self._endpoints.get(ticket.suspect)
             self._judge.responded(state, suspect, trial=ticket.is_trial, now=now)

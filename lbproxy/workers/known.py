@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final, TypeAlias
 
 from lbproxy.config.sections.health import BreakerSettings
+from lbproxy.core.endpoints.backpressure import held_back
 from lbproxy.core.endpoints.breaker import Breaker
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
 from lbproxy.core.endpoints.health import Health
@@ -37,7 +38,7 @@ which process it is."""
 
 def _apply(state: EndpointState, said: News) -> None:
     state.endpoint, state.health, state.draining, state.handover, state.dormant, state.standing.process = said
-    state.backing_off_until = float("-inf")
+    state.held_back.clear()
 
 
 class Known:
@@ -190,9 +191,10 @@ class Known:
             )
             unknown = not avoid and (self.serving.candidates(None) or self.serving.dormant) and not served
             return Outcome.MODEL_NOT_FOUND if unknown else Outcome.NO_ENDPOINTS
-        usable = [one for one in members if now >= one.backing_off_until] or members
+        usable = [one for one in members if now >= one.held_until(request.model)] or members
         return min(usable, key=lambda one: ((one.in_flight + 1) / one.endpoint.weight, one.placed))
 
-    def failed(self, state: EndpointState, now: float) -> None:
-        """It failed a request: it gets no other for a while if there are others."""
-        state.backing_off_until = now + AVOID_S
+    @staticmethod
+    def failed(ticket: Ticket, now: float) -> None:
+        """Where it was placed gets no other request for its model for a while if there are others."""
+        held_back(ticket.placed_state, ticket.request.model).until = now + AVOID_S

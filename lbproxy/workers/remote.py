@@ -252,7 +252,7 @@ class RemoteRuntime(RequestRuntime):
             verdict = Verdict(False, Outcome.RESPONSE_NOT_FOUND)  # the process that stored it is gone
         verdict = self._final(verdict, error)
         if self._link is None:
-            self.known.failed(ticket.placed_state, now)
+            self.known.failed(ticket, now)
         else:
             kinds = tuple(one.value for one in earlier)
             outcome = m.OUTCOME_NUMBERS[verdict.outcome]

@@ -149,7 +149,7 @@ class EndpointSet:
         self.serving.reconfigure(panic=settings.breaker.panic)
         for state in self._states.values():
             if state.endpoint.tier > 1:
-                state.standing.refusals, state.backing_off_until = 0, -inf
+                state.held_back.clear()
         self._stale_after_s = settings.scrape.stale_after
 
     def adopt_pool(self, pool: PoolModel | None) -> None:
@@ -463,7 +463,7 @@ class EndpointSet:
             state.reported.handover = None
             self._assign_roles()
         if state.endpoint.tier == 1:
-            state.standing.refusals, state.backing_off_until = 0, -inf
+            state.held_back.clear()
         if self._pool is not None:
             state.load.forget_reports()
         self.serving.changed(state)

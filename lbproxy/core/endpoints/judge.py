@@ -274,7 +274,7 @@ class Judge:
     def _eject(self, state: EndpointState, cause: Cause, reason: str, now: float) -> None:
         lasts_s = state.standing.breaker.eject(cause, now, self._rng)
         self.due_at = min(self.due_at, state.standing.breaker.until)
-        state.standing.refusals, state.backing_off_until = 0, -inf  # from now on the breaker decides
+        state.held_back.clear()  # from now on the breaker decides
         self._move(state, Event.FAILING, f"{reason}; for {lasts_s:.1f} s", now=now, cause=cause)
 
     def _move(self, state: EndpointState, event: Event, reason: str, *, now: float, cause: Cause | None = None) -> None:

@@ -42,8 +42,6 @@ class Standing:
 
     passes_in_row: int = 0
     """Passed probes in a row."""
-    refusals: int = 0
-    """Attempts in a row that it refused or failed, without a successful response between."""
     trial: Trial | None = None
     """The request that tries it and has no response yet, while it is half open or down."""
     tried_at: float = float("-inf")
@@ -97,6 +95,18 @@ class EndpointReports:
     """What its engine says of its part where prefill and decode are apart; None: nothing."""
 
 
+class HeldBack:
+    """What an endpoint refused, or failed, of one model: see `core.endpoints.backpressure`."""
+
+    __slots__ = ("refusals", "until")
+
+    def __init__(self) -> None:
+        self.refusals = 0
+        """In a row, without a successful response between."""
+        self.until = -inf
+        """Until then the endpoint gets requests for the model only if no other takes them, and above tier 1 none."""
+
+
 class EndpointState:
     """Everything the Balancer knows of one endpoint. Owned by `core.endpoints.endpoint_set`; all others only
     read it.
@@ -132,9 +142,6 @@ class EndpointState:
     """Until when `metrics` is fresh."""
     models: dict[str, ModelCard] | None
     """By id; None = never listed. Kept when the endpoint goes down."""
-    backing_off_until: float = float("-inf")
-    """Until then it gets requests only if there are no other candidates, and above tier 1 none: see
-    `core.endpoints.backpressure`."""
     allowance: Allowance | None = None
     """What its own limits leave of it; None = it has none."""
     slow_since: float | None = None
@@ -153,6 +160,18 @@ class EndpointState:
         self.models = models
         self.standing = Standing()
         self.reported = EndpointReports()
+        self.held_back: dict[str, HeldBack] = {}
+        """By `engine_model`. Written by `core.endpoints.backpressure`; cleared where what it refused counts no more."""
+
+    def engine_model(self, model: str | None) -> str:
+        """The model that is behind a name here: of an adapter its base, which the same engine serves."""
+        card = None if self.models is None or model is None else self.models.get(model)
+        return (None if card is None else card.parent) or model or ""
+
+    def held_until(self, model: str | None) -> float:
+        """Until when it holds this model back; in the past: it does not."""
+        one = self.held_back.get(self.engine_model(model)) if self.held_back else None
+        return -inf if one is None else one.until
 
     @property
     def requests(self) -> int:
@@ -308,6 +327,7 @@ class EndpointSnapshot:
     health: Health
     draining: bool
     backing_off: bool
+    """It holds a model back."""
     in_flight: int
     awaiting_first_byte: int
     placed: int
@@ -354,7 +374,7 @@ def snapshot_of(state: EndpointState, share: float, readmitted: bool, now: float
         endpoint=state.endpoint,
         health=state.health,
         draining=state.draining,
-        backing_off=now < state.backing_off_until,
+        backing_off=any(now < one.until for one in state.held_back.values()),
         readmitted=readmitted,
         share=share,
         in_flight=state.in_flight,

@@ -160,7 +160,7 @@ class Candidates:
 
     def opens_in_s(self, state: EndpointState, now: float, ticket: Ticket | None = None) -> float:
         """In how many seconds `state` takes a waiting ticket by its limits per time and, above tier 1, by its back-off;
-        0 = now. None: the one that has claimed them, or else the smallest.
+        0 = now. None: the one that has claimed the limits, or else the smallest; whatever model is held back.
         """
         own = state.allowance
         wait_s = 0.0
@@ -169,8 +169,8 @@ class Candidates:
                 wait_s = self._limits.wait_s(ticket, own, now)
             else:
                 wait_s = own.wait_s(1.0, 1.0 if own.claim is None else own.claim.tokens, now)
-        if state.endpoint.tier > 1 and state.backing_off_until - now > wait_s:
-            wait_s = state.backing_off_until - now
+        if ticket is not None and state.endpoint.tier > 1:
+            wait_s = max(wait_s, state.held_until(ticket.request.model) - now)
         return wait_s
 
     def claim(self, ticket: Ticket, state: EndpointState) -> Claim | None:
@@ -185,9 +185,9 @@ class Candidates:
         """Whether an endpoint may get one more request, by its own limits and by what it asked for."""
         return self.below_limit(state) and self.opens_in_s(state, now, ticket) <= 0.0
 
-    def excluded_by(self, state: EndpointState, now: float) -> str | None:
-        """Why an endpoint that may be asked gets no request now; None: it may get one."""
-        if now < state.backing_off_until:
+    def excluded_by(self, state: EndpointState, model: str | None, now: float) -> str | None:
+        """Why an endpoint that may be asked gets no request for a model now; None: it may get one."""
+        if now < state.held_until(model):
             return "backing off"
         if not self.below_limit(state):
             return "full"
@@ -207,15 +207,15 @@ class Candidates:
         members = self._endpoints.candidates(ticket.request.model, now=now)
         if self._endpoints.has_tiers:
             most = ticket.request.max_tier
-            members = [one for one in members if one.endpoint.tier <= most and not self._is_closed(one, now)]
+            members = [one for one in members if one.endpoint.tier <= most and not _is_closed(one, ticket, now)]
             tier = ticket.placed_state.endpoint.tier
             if any(one.endpoint.tier < tier and one.endpoint.uid not in tried for one in members):
                 return True  # where it did not want to wait, it still can
         return any(one.endpoint.uid not in tried and self.below_limit(one) for one in members)
 
-    @staticmethod
-    def _is_closed(state: EndpointState, now: float) -> bool:
-        return state.endpoint.tier > 1 and now < state.backing_off_until
+
+def _is_closed(state: EndpointState, ticket: Ticket, now: float) -> bool:
+    return state.endpoint.tier > 1 and now < state.held_until(ticket.request.model)
 
 
 def _was_tried(state: EndpointState, avoid: Collection[EndpointUid]) -> bool:

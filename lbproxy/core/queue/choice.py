@@ -29,7 +29,7 @@ from typing import Final
 
 from lbproxy.config.sections.routing import AdmissionSettings, OverflowSettings
 from lbproxy.core.capacity.room import HOLD_MS
-from lbproxy.core.endpoints.backpressure import Backpressure
+from lbproxy.core.endpoints.backpressure import Backpressure, closed_until
 from lbproxy.core.endpoints.endpoint_set import EndpointSet
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.state import EndpointState
@@ -113,7 +113,7 @@ class Choice:
         seconds = self._candidates.seconds(ticket, now)
         if not seconds:
             return Answer(Outcome.NO_ENDPOINTS)
-        candidates = self._backpressure.not_backing_off(seconds, now=now)
+        candidates = self._backpressure.not_backing_off(seconds, ticket.request.model, now=now)
         prices = self._split.price(ticket.request, candidates, Context(now, self.explains))
         chosen = candidates[self._lowest_cost(prices.costs, candidates)]
         if not self.explains:
@@ -141,7 +141,7 @@ class Choice:
 
     def has_room(self, state: EndpointState, now: float) -> bool:
         """Whether a waiting request may go to `state` now."""
-        if now < state.backing_off_until or not self._candidates.below_limit(state):
+        if now < closed_until(state) or not self._candidates.below_limit(state):
             return False
         if state.allowance is not None and self._candidates.opens_in_s(state, now) > 0.0:
             return False
@@ -210,7 +210,7 @@ class Choice:
         if now - ticket.waits_since + chosen.load.longest_wait_s(now) <= self.after_s:
             return answer
         higher = [state for members in tiers for state in members if state.endpoint.tier > chosen.endpoint.tier]
-        if not any(self.has_room(state, now) for state in higher):
+        if not any(self._candidates.takes(state, ticket, now) and self.has_room(state, now) for state in higher):
             return answer
         return Answer(Wait.HELD, chosen, chosen.load.wait_ms(now) / 1000.0, ticket.best_tokens, answer.decode_on)
 
@@ -272,7 +272,9 @@ class Choice:
         """The choice among `candidates` of one tier, at least one. `members`: all of the tier, for the explanation."""
         asked = self._candidates
         if now < self._backpressure.until:
-            active = self._backpressure.not_backing_off(candidates, now=now)
+            active = self._backpressure.not_backing_off(candidates, ticket.request.model, now=now)
+            if turn is not None and now < active[0].held_until(ticket.request.model):
+                return Answer(Wait.FULL)  # all of them back off: who waits leaves what room there is to other models
             candidates = asked.enough(ticket, active, candidates) or candidates
         if asked.limited:
             candidates = asked.enough(ticket, [state for state in candidates if asked.below_limit(state)], members)
@@ -284,7 +286,7 @@ class Choice:
             answer = self._by_price(ticket, candidates, now, turn)
         made = answer.decision
         if made is not None and made.candidates < len(members):
-            left_out = ((state.endpoint, asked.excluded_by(state, now)) for state in members)
+            left_out = ((state.endpoint, asked.excluded_by(state, ticket.request.model, now)) for state in members)
             excluded = [(endpoint, why) for endpoint, why in left_out if why is not None][:MAX_SHOWN]
             made.excluded = excluded
         return answer

@@ -18,6 +18,7 @@ from math import inf
 from typing import Final, TypeAlias
 
 from lbproxy.config.sections.routing import AdmissionSettings
+from lbproxy.core.endpoints.backpressure import next_opening
 from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.endpoints.endpoint_set import EndpointSet
 from lbproxy.core.endpoints.health import Health
@@ -267,6 +268,8 @@ class Dispatcher:
             has_room_in_s = max(has_room_in_s, self._candidates.opens_in_s(state, now))
         if 0.0 < has_room_in_s < inf:
             self.wake_at(state.endpoint.uid, now + has_room_in_s + ROUNDING_S)
+        if state.held_back and (opens_at := next_opening(state, now)) < inf:
+            self.wake_at(state.endpoint.uid, opens_at)
 
     # Service
 
@@ -348,7 +351,7 @@ class Dispatcher:
             if best is None or (everything and self._is_unavailable(best, key[0])):
                 if key in stuck:
                     continue
-            elif best.endpoint.uid not in with_room:
+            elif best.endpoint.uid not in with_room or now < best.held_until(request.model):
                 if best.endpoint.tier < lowest and not (ticket.is_overdue and lowest <= request.max_tier):
                     continue
                 if not turns.may_move(ticket, now):

@@ -34,7 +34,7 @@ class FailedAttempts:
     ) -> tuple[Verdict, bool]:
         """See `Balancer.after_failure`. Also returns whether the failure counts against the endpoint."""
         state = ticket.placed_state
-        self._backpressure.note_failure(state, kind, now=now, retry_after_s=retry_after_s)
+        self._backpressure.note_failure(state, ticket.request.model, kind, now=now, retry_after_s=retry_after_s)
         is_unreachable = kind is FailureKind.CONNECT
         others_available = self._candidates.others_available(ticket, now, at_other_address=is_unreachable)
         if kind is FailureKind.STRANDED and ticket.is_trial and state.health is Health.HALF_OPEN:

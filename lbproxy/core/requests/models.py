@@ -10,7 +10,6 @@ import orjson
 import xxhash
 
 from lbproxy.config.sections.models import NO_SETTINGS, ModelSettings
-from lbproxy.config.values import MAX_MODEL_CHARS
 from lbproxy.core.requests.openai import ModelCard, check_model_name, synthetic_card
 from lbproxy.core.requests.outcome import LbError, Outcome
 
@@ -106,11 +105,9 @@ class ModelRules:
         key = (written or model, model)
         known = self._known.get(key)
         if known is None:
-            known = self._merged(*key)
-            if len(key[0]) <= MAX_MODEL_CHARS:
-                if len(self._known) >= MAX_KNOWN:
-                    self._known.clear()
-                self._known[key] = known
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()
+            self._known[key] = known = self._merged(*key)
         return known
 
     def _merged(self, written: str, model: str) -> ModelSettings:

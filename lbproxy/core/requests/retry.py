@@ -50,7 +50,7 @@ class FailureKind(Enum):
     EXHAUSTED = "exhausted"
     """lbproxy has no file descriptor or buffer left: not the endpoint's fault."""
     BUSY = "busy"
-    """The endpoint returned 503 or 529: overloaded, or shutting down."""
+    """The endpoint returned 503 or 529, or 409 to inference: overloaded, busy with another model, or shutting down."""
     LIMITED = "limited"
     """The endpoint returned 429."""
     ERROR = "error"
@@ -88,15 +88,16 @@ _CERTAIN: Final = frozenset({501, 505, 506, 508, 510, 511})
 """Known statuses of 500 and above that say that this request cannot be served so: not a failure of the endpoint."""
 
 
-def status_failure(status: int, *, own_key: bool) -> FailureKind | None:
+def status_failure(status: int, *, own_key: bool, is_inference: bool) -> FailureKind | None:
     """As which failure a response of this status is retried elsewhere, as another endpoint may do better; 400 and 404
     only for what is known to be somewhere. None: it passes unchanged, as it does if no retry is possible. `own_key`:
-    the endpoint got a key of lbproxy's own, so that no client can do anything about 401.
+    the endpoint got a key of lbproxy's own, so that no client can do anything about 401. `is_inference`: 409 cannot be
+    about what the client made; Lemonade says so while it loads another model.
 
     An unknown status of 500 and above is a 500 (RFC 9110, section 15).
     """
     kind = _OF_OWN_KEY.get(status) if own_key and status < 404 else None
-    kind = kind or _STATUSES.get(status)
+    kind = kind or (FailureKind.BUSY if status == 409 and is_inference else _STATUSES.get(status))
     return FailureKind.ERROR if kind is None and 500 <= status < 600 and status not in _CERTAIN else kind
 
 

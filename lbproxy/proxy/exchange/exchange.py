@@ -548,9 +548,10 @@ class Exchange(ABC):
 
     def _retry_elsewhere(self, status: int, body: bytes = b"", head: ResponseHead | None = None) -> bool:
         """Whether to drop this response and ask another endpoint, which is then in progress."""
-        ticket, runtime = self._ticket, self._shared.runtime
+        ticket, runtime, is_inference = self._ticket, self._shared.runtime, self.request.route.is_inference
         assert ticket is not None
-        kind = status_failure(status, own_key=ticket.placed_state.endpoint.api_key is not None)
+        own_key = ticket.placed_state.endpoint.api_key is not None
+        kind = status_failure(status, own_key=own_key, is_inference=is_inference)
         if kind is None:
             return False
         if kind is FailureKind.MISSING and not is_missing(

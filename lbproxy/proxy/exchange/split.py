@@ -244,7 +244,7 @@ class SplitRequest:
     def _responded(self, result: Result) -> None:
         self._call = None
         if isinstance(result, Called) and (status := result.head.status) >= 401:
-            kind = status_failure(status, own_key=self.endpoint.api_key is not None)
+            kind = status_failure(status, own_key=self.endpoint.api_key is not None, is_inference=True)
             if kind is not None and kind is not FailureKind.MISSING:
                 result = UpstreamError(kind, f"prefill returned {status}")
         if isinstance(result, UpstreamError):

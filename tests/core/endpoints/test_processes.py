@@ -14,7 +14,7 @@ from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.engines.handover import Handover, Role
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.requests.retry import FailureKind
-from tests.support.pool import bring_up, make_balancer, request, spec
+from tests.support.pool import MODEL, bring_up, make_balancer, request, spec
 
 
 def page(balancer: Balancer, uid: EndpointUid, now: float, started_at: float | None) -> None:
@@ -35,7 +35,7 @@ def told(policy: str = "adaptive") -> tuple[Balancer, EndpointState]:
     balancer.after_failure(ticket, FailureKind.BUSY, (), now=1.0)
     balancer.endpoints.judge.renewed.clear()
     (state,) = balancer.endpoints.members()
-    assert state.backing_off_until > 1.0
+    assert state.held_until(MODEL) > 1.0
     return balancer, state
 
 
@@ -61,7 +61,7 @@ def test_what_a_process_said_ends_with_it(shows: Callable[[Balancer, EndpointSta
     shows(balancer, state)
     said = state.reported.cache_tokens, state.reported.slots, state.reported.handover, state.reported.cached_tokens
     assert said == (None, None, None, None)
-    assert state.backing_off_until < 2.0, "what it refused"
+    assert state.held_until(MODEL) < 2.0, "what it refused"
     assert state.standing.process == before + 1
     assert balancer.endpoints.judge.renewed == [state.endpoint.uid], "it is asked at once"
     if policy == "adaptive":

@@ -224,7 +224,7 @@ def test_a_request_that_servers_die_on_does_not_tour_the_fleet(reused: bool, mon
     run(main())
 
 
-@pytest.mark.parametrize("status", [500, 502, 503, 429, 520, 529])
+@pytest.mark.parametrize("status", [500, 502, 503, 409, 429, 520, 529])
 def test_an_answer_that_another_endpoint_may_do_better_is_asked_for_there(status: int) -> None:
     async def main() -> None:
         bad, good = answer(b'{"error":"theirs"}', status=status), answer(b'{"fine":1}')
@@ -296,7 +296,19 @@ def test_a_refused_stream_that_nobody_takes_and_errors_after_a_token_pass_unchan
     run(main())
 
 
-STATUSES = [(500, 2), (522, 2), (429, 2), (503, 3), (529, 3), (502, 3), (504, 1), (598, 1), (501, 1), (400, 1)]
+STATUSES = [
+    (500, 2),
+    (522, 2),
+    (429, 2),
+    (409, 3),
+    (503, 3),
+    (529, 3),
+    (502, 3),
+    (504, 1),
+    (598, 1),
+    (501, 1),
+    (400, 1),
+]
 
 
 @pytest.mark.parametrize(("status", "asked"), STATUSES)
