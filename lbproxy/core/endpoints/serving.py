@@ -18,7 +18,8 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from itertools import chain
 from math import inf
 from operator import attrgetter
 from typing import Final
@@ -82,6 +83,42 @@ class _Tier:
         """Without empty groups."""
 
 
+class _Dormant:
+    """Endpoints that would get requests if they were awake, and may be woken or started."""
+
+    def __init__(self) -> None:
+        self._names: dict[EndpointUid, list[str]] = {}
+        """The models that each lists; the empty name if it lists none, and may serve all."""
+        self._by_model: dict[str, dict[EndpointUid, EndpointState]] = {}
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, uid: EndpointUid) -> bool:
+        return uid in self._names
+
+    def add(self, state: EndpointState) -> None:
+        """Add one, or note that its models changed."""
+        uid = state.endpoint.uid
+        self.discard(uid)
+        self._names[uid] = names = [""] if state.models is None else list(state.models)
+        for name in names:
+            self._by_model.setdefault(name, {})[uid] = state
+
+    def discard(self, uid: EndpointUid) -> None:
+        for name in self._names.pop(uid, ()):
+            listing = self._by_model[name]
+            del listing[uid]
+            if not listing:
+                del self._by_model[name]
+
+    def serving(self, model: str | None) -> Iterator[EndpointState]:
+        """Those that serve a model; None: any, some of them more than once."""
+        if model is None:
+            return chain.from_iterable(one.values() for one in self._by_model.values())
+        return chain(self._by_model.get(model, {}).values(), self._by_model.get("", {}).values())
+
+
 class Serving:
     """Which endpoints may be asked for which model."""
 
@@ -95,8 +132,7 @@ class Serving:
         """The models that any endpoint ever listed, the first `MAX_EVER_LISTED`."""
         self.down: set[EndpointUid] = set()
         """Endpoints that are `DOWN`, draining or not."""
-        self.dormant: dict[EndpointUid, EndpointState] = {}
-        """Endpoints that would get requests if they were awake, and may be woken or started."""
+        self.dormant = _Dormant()
         self.has_roles = False
         """Prefill and decode are apart. Set by the endpoint set, which then calls `outdate`."""
         self._panic = panic
@@ -136,7 +172,7 @@ class Serving:
             self._entries[uid] = entry
         for uid, entry in before.items():
             self.down.discard(uid)
-            self.dormant.pop(uid, None)
+            self.dormant.discard(uid)
             self._remove(uid, entry)
         known = self.tiers
         self.tiers = {tier: known.get(tier) or _Tier() for tier in sorted(self._tiers_of_members())}
@@ -184,9 +220,9 @@ class Serving:
         sleep = state.endpoint.sleep
         startable = state.dormant in STARTABLE or (sleep is not None and sleep.cold_start is not None)
         if state.dormant and (is_member or (startable and not state.draining)):
-            self.dormant[state.endpoint.uid] = state
+            self.dormant.add(state)
         else:
-            self.dormant.pop(state.endpoint.uid, None)
+            self.dormant.discard(state.endpoint.uid)
         return not state.dormant
 
     def outdate(self) -> None:
@@ -291,16 +327,12 @@ class Serving:
         `avoid`: endpoints that do not count. `below`: nor do those of this tier and above it.
         """
         return any(
-            uid not in avoid
-            and state.endpoint.tier < below
-            and (model is None or state.models is None or model in state.models)
-            for uid, state in self.dormant.items()
+            state.endpoint.uid not in avoid and state.endpoint.tier < below for state in self.dormant.serving(model)
         )
 
     def lowest_dormant(self, model: str | None) -> float:
         """The lowest tier of the endpoints that `may_rise` means; infinite if there are none."""
-        serves = (one for one in self.dormant.values() if model is None or one.models is None or model in one.models)
-        return min((float(state.endpoint.tier) for state in serves), default=inf)
+        return min((float(state.endpoint.tier) for state in self.dormant.serving(model)), default=inf)
 
     def model_cards(self) -> list[ModelCard]:
         """The models of the members and of dormant ones, one card per model: that of the first member. O(models) if all

@@ -112,7 +112,7 @@ class SleepServer:
     @property
     def has_memory(self) -> bool:
         """Whether it may have the memory of its GPU: also if somebody has started it since the last look."""
-        return self.occupies or (self.phase in {Phase.UNKNOWN, Phase.OFF} and self.is_reachable)
+        return self.occupies or ((self.phase is Phase.UNKNOWN or self.phase is Phase.OFF) and self.is_reachable)
 
     @property
     def in_flight(self) -> int:

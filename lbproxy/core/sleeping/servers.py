@@ -198,9 +198,7 @@ class Servers:
     def beside(self, server: SleepServer) -> list[SleepServer]:
         """The others that share its GPUs."""
         host = server.spec.host
-        if host is None:
-            return []
-        return [one for one in self._by_host[host] if one is not server]
+        return [] if host is None else [one for one in self._by_host[host] if one is not server]
 
     def host_of(self, server: SleepServer) -> HostSettings:
         """The settings of its host."""
@@ -212,18 +210,16 @@ class Servers:
             return True
         return sum(one.has_memory for one in self.beside(server)) < self.host_of(server).awake
 
-    def having_place(self, servers: Iterable[SleepServer]) -> set[str]:
-        """Of servers that are not awake, those that have a place: their URLs."""
+    def having_place(self, servers: Iterable[SleepServer], memory: dict[str, int]) -> set[str]:
+        """Of servers that are not awake, those that have a place: their URLs. `memory`: how many of a host may have the
+        memory of a GPU, for those that are not counted yet.
+        """
         found: set[str] = set()
-        memory: dict[str, int] = {}
         for server in servers:
             host = server.spec.host
-            if host is None:
-                found.add(server.url)
-                continue
-            if host not in memory:
+            if host is not None and host not in memory:
                 memory[host] = sum(one.has_memory for one in self._by_host[host])
-            if memory[host] - server.has_memory < self.host_of(server).awake:
+            if host is None or memory[host] - server.has_memory < self.host_of(server).awake:
                 found.add(server.url)
         return found
 

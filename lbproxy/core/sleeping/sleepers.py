@@ -109,6 +109,12 @@ class Sleepers:
         self._looks = 0
         self._looked: set[str] = set()
         """URLs of the servers that the last decision looked at."""
+        self._memory: dict[str, int] = {}
+        """In one decision, for `Servers.having_place`."""
+        self._tried: dict[str, bool] = {}
+        """Likewise: hosts on which a place was looked for, and whether one will be free. For what waits there too it is
+        so: one place is made at a time, for what waits longest.
+        """
         self._stranded: dict[str, SleepServer] = {}
         """Servers with requests that only a wake would end, by URL."""
         self._refused: dict[str | None, float] = {}
@@ -204,6 +210,8 @@ class Sleepers:
             if server.by_hand == Task.SLEEP.value and server.phase is Phase.AWAKE and not self.is_closing:
                 self._servers.move(server, SleepEvent.SLEEP, "an operator wants it", now)
             self._put_to_sleep(server, orders, now)
+        self._memory.clear()
+        self._tried.clear()
         for need in needs:
             self._meet(need, orders, now)
         idle = [one for one in looked if one.may_fall_asleep(now)]
@@ -241,7 +249,7 @@ class Sleepers:
         if phase is Phase.STARTING:
             server.starts.add(now - server.since)
             server.succeeded()
-        if phase in {Phase.OFF, Phase.STARTING}:
+        if phase is Phase.OFF or phase is Phase.STARTING:
             move(server, SleepEvent.CAME_UP, "its probes pass", now)
         if server.phase is Phase.UNKNOWN:
             server.occupies = True
@@ -323,14 +331,18 @@ class Sleepers:
         ready = [server for server in able if _can_rise(server, now)]
         if not ready:
             return
-        has_place = self._servers.having_place(ready)
+        has_place = self._servers.having_place(ready, self._memory)
         ready.sort(key=lambda one: (one.url not in has_place, one.phase is Phase.OFF, one.failures))
         if ready[0].url in has_place:
             self._raise(ready[0], need, orders, now)
         elif not (need.is_served or self.is_closing):
-            first_of_host = {server.spec.host: server for server in reversed(ready)}
+            first_of_host: dict[str, SleepServer] = {}
             for server in ready:
-                if first_of_host[server.spec.host] is server and self._make_place(server, need, now):
+                first_of_host.setdefault(server.spec.host or "", server)
+            for host, server in first_of_host.items():
+                if host not in self._tried or server.has_memory:
+                    self._tried[host] = self._make_place(server, need, now)
+                if self._tried[host]:
                     return
 
     def _raise(self, server: SleepServer, need: Need, orders: list[Order], now: float) -> None:
@@ -338,6 +350,7 @@ class Sleepers:
         what = "a request waits" if need.waiting == 1 else f"{need.waiting} requests wait"
         reason = "an operator wants it" if server.by_hand is not None else f"{what} for {need.model or server.name}"
         self._servers.move(server, SleepEvent.START if starts else SleepEvent.WAKE, reason, now)
+        self._memory.pop(server.spec.host or "", None)
         server.calling = True
         orders.append(Order(Task.START if starts else Task.WAKE, server.url, need.model, need.waiting))
 
