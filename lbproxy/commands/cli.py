@@ -167,6 +167,14 @@ def _seconds(text: str) -> float:
     return float(found[1]) * {"ms": 0.001, "m": 60.0, "h": 3600.0}.get(found[2], 1.0)
 
 
+def _every(text: str) -> float:
+    """From a second to an hour."""
+    seconds = _seconds(text)
+    if not 1.0 <= seconds <= 3600.0:
+        raise argparse.ArgumentTypeError(f"expected 1s to 1h, got {text!r}")
+    return seconds
+
+
 def _add_transfer(mock: argparse._ArgumentGroup) -> None:
     """Options of a simulated server that gets the KV of prompts from others, or gives it."""
     what = "what it is for (default: both)"
@@ -221,6 +229,15 @@ def _add_admin_commands(commands: Subparsers) -> None:
     undrain.add_argument("name", metavar="NAME")
     for name, what in (("sleep", "put an endpoint to sleep"), ("wake", "wake an endpoint that sleeps")):
         commands.add_parser(name, parents=[remote], help=what).add_argument("name", metavar="NAME")
+    what = "have running lbproxies know a model server for as long as this runs beside it"
+    register = commands.add_parser("register", help=what)
+    what = "its URL, or a YAML mapping as in `endpoints`: '{url: \"http://10.0.0.7:8000\", name: gpu-7}'"
+    register.add_argument("endpoint", metavar="ENDPOINT", help=what)
+    what = "how often; without it for three times as long it is drained and removed (default: 10s)"
+    register.add_argument("--every", type=_every, metavar="DURATION", default=10.0, help=what)
+    register.add_argument(
+        "--admin", type=addresses.url, metavar="HOST:PORT", action="append", help=f"{text}; may be given several times"
+    )
     commands.add_parser("reload", parents=[remote], help="read the settings again, and say what changed")
     what = "print a shell completion script, or what such a script asks for: names of endpoints, ids of requests"
     completion = commands.add_parser("completion", parents=[remote], help=what)
@@ -493,6 +510,21 @@ def _remote(args: argparse.Namespace) -> int:
         return 130
 
 
+def _register(args: argparse.Namespace) -> int:
+    from lbproxy.commands.register import MAX_ADMINS, read_entry, register  # noqa: PLC0415
+
+    urls = args.admin or [addresses.url(os.environ.get("LBPROXY_ADMIN") or addresses.ADMIN)]
+    if len(urls) > MAX_ADMINS:
+        print(f"lbproxy register: expected at most {MAX_ADMINS} times --admin", file=sys.stderr)
+        return 2
+    entry, token = read_entry(args.endpoint), os.environ.get("LBPROXY_ADMIN_TOKEN")
+
+    def say(line: str) -> None:
+        print(f"{line}\n", end="", flush=True)  # in one piece, as threads do
+
+    return register(entry, urls, token, every_s=args.every, say=say)
+
+
 _COMMANDS: dict[str | None, Callable[[argparse.Namespace], int]] = {
     None: _run,
     "check": _check,
@@ -500,6 +532,7 @@ _COMMANDS: dict[str | None, Callable[[argparse.Namespace], int]] = {
     "completion": _completion,
     "demo": _demo,
     "mock": _mock,
+    "register": _register,
     "sim": _sim,
     **dict.fromkeys(
         ("status", "top", "drain", "undrain", "sleep", "wake", "reload", "explain", "admin-token", "dashboard"), _remote

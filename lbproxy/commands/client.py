@@ -30,7 +30,11 @@ Fields: TypeAlias = dict[str, Any]
 
 
 class AdminError(Exception):
-    """It cannot be done; the text says why, and what to do."""
+    """It cannot be done; the text says why, and what to do. `status`: of the response; None: there was none."""
+
+    def __init__(self, text: str, status: int | None = None) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 class AdminClient:
@@ -40,6 +44,9 @@ class AdminClient:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self.url = without_values(url)
         self._given = token or None
+        self._made: str | None = None
+        """The token that lbproxy made, once it was looked for."""
+        self._looked = False
         unix = url.startswith("unix:")
         transport = httpx.HTTPTransport(uds=url.removeprefix("unix:")) if unix else None
         base = "http://localhost" if unix else url
@@ -58,8 +65,11 @@ class AdminClient:
         """What is at /admin/ and these segments."""
         return self._ask("GET", path)
 
-    def post(self, *path: str, within_s: float = TIMEOUT_S) -> Fields:
-        return self._ask("POST", path, within_s)
+    def post(self, *path: str, within_s: float = TIMEOUT_S, body: Fields | None = None) -> Fields:
+        return self._ask("POST", path, within_s, body)
+
+    def delete(self, *path: str, within_s: float = TIMEOUT_S) -> Fields:
+        return self._ask("DELETE", path, within_s)
 
     def token(self) -> str | None:
         """What changes need: the given token, or the one that lbproxy made; None if it made none."""
@@ -82,14 +92,22 @@ class AdminClient:
             text = f"the admin token cannot be read from {path} ({error.strerror or error}): run this as lbproxy's user"
             raise AdminError(text) from None
 
-    def _ask(self, method: str, path: tuple[str, ...], within_s: float = TIMEOUT_S) -> Fields:
+    def _ask(
+        self, method: str, path: tuple[str, ...], within_s: float = TIMEOUT_S, body: Fields | None = None
+    ) -> Fields:
         headers: dict[str, str] = {}
-        if method == "POST":
+        if method != "GET":
             headers = {"Content-Type": "application/json"}
-            if self._given is None and (token := self.token()) is not None:
-                headers["Authorization"] = f"Bearer {token}"
+            if self._given is None:
+                if not self._looked:
+                    self._made, self._looked = self.token(), True
+                if self._made is not None:
+                    headers["Authorization"] = f"Bearer {self._made}"
+        content = None if body is None else json.dumps(body)
         with self._mapped():
-            return self._read(self._client.request(method, _path(path), headers=headers, timeout=within_s))
+            return self._read(
+                self._client.request(method, _path(path), headers=headers, timeout=within_s, content=content)
+            )
 
     def events(self) -> Iterator[Fields]:
         """The state, once a second, until the connection breaks."""
@@ -120,17 +138,18 @@ class AdminClient:
         except ValueError:
             value = None
         if not isinstance(value, dict):
-            raise AdminError(f"{self.url} is not lbproxy: it returned {answer.status_code} without JSON")
+            text = f"{self.url} is not lbproxy: it returned {answer.status_code} without JSON"
+            raise AdminError(text, answer.status_code)
         if answer.is_success:
             return value
         error = value.get("error")
         if not isinstance(error, dict):
-            raise AdminError(f"{self.url} returned {answer.status_code}")
+            raise AdminError(f"{self.url} returned {answer.status_code}", answer.status_code)
         hint = " (set it in LBPROXY_ADMIN_TOKEN)" if answer.status_code == httpx.codes.UNAUTHORIZED else ""
         if error.get("code") == "unknown_endpoint":
             hint = " `lbproxy status` lists them."
         problems = [f"\n  {one}" for one in error.get("problems") or ()]
-        raise AdminError(f"{error.get('message')}{hint}{''.join(problems)}")
+        raise AdminError(f"{error.get('message')}{hint}{''.join(problems)}", answer.status_code)
 
 
 def _is_own(answer: httpx.Response) -> bool:

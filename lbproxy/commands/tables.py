@@ -207,7 +207,8 @@ def _health(one: Fields) -> Text:
         return Text(sleep if left is None else f"{sleep} {left:.0f} s", style="cyan")
     if one["backing_off"]:
         return Text("backing off", style="yellow")
-    return Text(f"slow start {one['share']:.0%}" if one["share"] < 1.0 else health, style=style)
+    lease = "" if one.get("lease_s") is None else f" {one['lease_s']:.0f} s"
+    return Text((f"slow start {one['share']:.0%}" if one["share"] < 1.0 else health) + lease, style=style)
 
 
 def _sleep(one: Fields) -> str:
@@ -219,6 +220,7 @@ def _sleep(one: Fields) -> str:
 LEGEND = (
     "requests/s, errors, rejected, first byte (median / 95th percentile of streams): of the last 5 s · "
     "flight: requests from lbproxy (+ from other replicas) · room: how many it runs at once, or why it is full · "
+    "up 24 s: it registered itself, and has to do so again in this time · "
     "held: requests that wait in lbproxy for it · wait, run, kv: as the engine reports · "
     "first B: median ms to first byte · off: how many times as long as predicted that took · "
     "hit: prompt tokens from its cache · queue: ms that a request waits there · "

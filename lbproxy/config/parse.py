@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, SecretStr, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from lbproxy.config.scenario import Scenario
 from lbproxy.config.sections.endpoints import (
@@ -24,6 +24,7 @@ from lbproxy.config.sections.endpoints import (
 from lbproxy.config.shown import without_values
 from lbproxy.config.text import ConfigError, Read, is_secret, join, one_line, read_text
 from lbproxy.config.tree import OWN_ADDRESSES, EndpointList, Settings
+from lbproxy.config.values import duration
 
 Root = TypeVar("Root", bound=BaseModel)
 MAX_MEANT = 3
@@ -64,6 +65,27 @@ def with_endpoints(settings: Settings, endpoints: Sequence[object], *, source: s
     """`settings` with these endpoints instead, each an entry of it or what a file would say. Raises ConfigError."""
     values = dict(settings) | {"endpoints": list(endpoints)}
     return _validated(Settings, Read(values, {}, frozenset()), {OWN_ENGINES: list(settings.engines)}, source)
+
+
+def name_of_entry(settings: Settings, entry: Mapping[str, object]) -> str | None:
+    """The name that an endpoint would have beside those of `settings`; None if the entry is not valid."""
+    context = {OWN_ENGINES: list(settings.engines)}
+    try:
+        return EndpointSettings.model_validate(dict(entry), context=context).name
+    except ValidationError:
+        return None
+
+
+TTL = duration("1s", "24h")
+"""How long an endpoint that registers itself stays without being renewed."""
+
+
+def read_ttl(value: object) -> float:
+    """Seconds. Raises ConfigError."""
+    try:
+        return float(TTL.read(value))
+    except PydanticCustomError as error:
+        raise ConfigError("the endpoint", [f"ttl: {error.message()}, got {_shown(value)}"]) from None
 
 
 def _validated(root: type[Root], read: Read, context: Mapping[str, object], source: str) -> Root:

@@ -72,8 +72,8 @@ class Settings(Section):
     """The listener of health, metrics and the admin API. null = off."""
     workers: Workers = 1
     """Processes that relay requests: docs/scale.md. 1 = one process for all; auto = one less than the cores."""
-    endpoints: tuple[EndpointSettings, ...] = Field(json_schema_extra={"minItems": 1, "maxItems": MAX_ENDPOINTS})
-    """The model servers, at least one. Names and addresses are unique."""
+    endpoints: tuple[EndpointSettings, ...] = Field(json_schema_extra={"maxItems": MAX_ENDPOINTS})
+    """The model servers. Names and addresses are unique. None (`[]`) only with `admin`, where they register."""
     engines: dict[str, EngineSettings] = Field(default={}, json_schema_extra={"maxProperties": MAX_ENGINES})
     """Engines that lbproxy does not know, or changes to known ones, by name."""
     hosts: dict[str, HostSettings] = Field(default={}, json_schema_extra={"maxProperties": MAX_HOSTS})
@@ -190,9 +190,11 @@ class Settings(Section):
 
     @field_validator("endpoints", mode="before")
     @classmethod
-    def _some(cls, value: object) -> object:
-        if isinstance(value, list | tuple) and not 1 <= len(value) <= MAX_ENDPOINTS:
-            raise expected(f"1 to {MAX_ENDPOINTS} endpoints")
+    def _some(cls, value: object, info: ValidationInfo) -> object:
+        least = 0 if info.data.get("admin") is not None else 1
+        if isinstance(value, list | tuple) and not least <= len(value) <= MAX_ENDPOINTS:
+            without = " (none only with `admin`)" if not value else ""
+            raise expected(f"1 to {MAX_ENDPOINTS} endpoints{without}")
         return value
 
     @field_validator("endpoints", mode="after")

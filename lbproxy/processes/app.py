@@ -34,7 +34,7 @@ from lbproxy.control.admin.server import Admin
 from lbproxy.control.admin.state import ShownState
 from lbproxy.control.discovery.discovery import Discovery, warn_of_unverified
 from lbproxy.control.discovery.membership import Loops, Membership, Watches
-from lbproxy.control.discovery.overlay import Overlay
+from lbproxy.control.discovery.overlay import LEASES_LOOK_S, Lease, Overlay
 from lbproxy.control.loops import supervise
 from lbproxy.control.probing.prober import Prober
 from lbproxy.control.probing.roles import RoleWatch
@@ -119,7 +119,9 @@ async def serve(settings: Settings, *, orders: Orders, on_ready: Callable[[Liste
     process.prepare()
     Memory.tune()
     inherited = Inherited.from_environment(os.environ)
+    overlay, settings = Overlay.inherited(settings, inherited.leased, time.monotonic())
     proxy = Proxy(settings, Notifier.from_environment(os.environ))
+    proxy.overlay = overlay
     try:
         await proxy.run(inherited, orders, on_ready)
     finally:
@@ -186,6 +188,7 @@ class Proxy:
             runtime, front, self.recent, settings=lambda: self.settings, origin=self.origin, loads=telemetry.loads
         )
         state.workers = self.plane.workers
+        state.lease = lambda name: self.overlay.rest_s(name, runtime.now())
         state.replicas = None if self.replication is None else self.replication.facts
         state.made = MadeToken(folders(os.environ, self.settings.state.file))
         return Admin(runtime, front, telemetry, admin.token, Api(runtime, state, self.history, self), state.made)
@@ -228,6 +231,7 @@ class Proxy:
                 *self.plane.loops(),
                 *([] if self.replication is None else [("the exchange with other replicas", self.replication.run)]),
                 ("the state file", self.keeper.follow),
+                ("the leases of endpoints", self._follow_leases),
             ]
             loops = [tasks.create_task(supervise(name, run, self.rng)) for name, run in running]
             ends = [tasks.create_task(one.wait()) for one in (orders.stop, self._handed_over)]
@@ -423,6 +427,44 @@ class Proxy:
             self._overlay(overlay)
             return from_file
 
+    async def register_endpoint(self, entry: Mapping[str, object], *, ttl_s: float) -> tuple[str, bool]:
+        if (name := self.overlay.renew(self.settings, entry, ttl_s, self.runtime.now())) is not None:
+            return name, False
+        async with self._changing:
+            lease = Lease.begin(ttl_s, self.runtime.now())
+            overlay, settings, is_new = self.overlay.register(self.settings, entry, lease)
+            await self._take_over(settings)
+            self._overlay(overlay)
+            name = settings.endpoints[-1].name
+            logger.warning("endpoint %s registered for %g s", name, ttl_s, extra={"event": "admin"})
+            return name, is_new
+
+    async def _follow_leases(self) -> None:
+        looked_at = self.runtime.now()
+        while True:
+            await asyncio.sleep(LEASES_LOOK_S)
+            before, looked_at = looked_at, self.runtime.now()
+            if self.overlay.ended(looked_at, before):
+                await self._end_leases()
+
+    async def _end_leases(self) -> None:
+        """Remove those that were not renewed, also while this waited for another change."""
+        async with self._changing:
+            now = self.runtime.now()
+            names = self.overlay.ended(now, now)
+            if not names:
+                return
+            try:
+                overlay, settings = self.overlay.remove(self.settings, *names)
+                await self._take_over(settings)
+            except ConfigError as error:  # a certificate that another one needs is gone
+                for name in names:
+                    self.overlay.prolong(name, now)
+                logger.error("endpoints whose leases ended cannot be removed: %s", error, extra={"event": "admin"})
+                return
+            self._overlay(overlay)
+        logger.warning("not renewed, and removed: endpoint %s", ", ".join(names), extra={"event": "admin"})
+
     def _overlay(self, overlay: Overlay) -> None:
         self.overlay = overlay
         self._orders.overlaid()
@@ -438,9 +480,9 @@ class Proxy:
         self.plane.set_log_level(level)
 
     def origin(self, name: str) -> str:
-        keep = self.overlay.added.get(name)
-        if keep is not None:
-            return "added, kept by a reload" if keep else "added"
+        added = self.overlay.added.get(name)
+        if added is not None:
+            return "registered" if added.lease else "added, kept by a reload" if added.keep else "added"
         return "settings" if any(one.name == name for one in self.settings.endpoints) else "discovery"
 
     def set_awake(self, uid: EndpointUid, awake: bool) -> str | None:
@@ -461,7 +503,7 @@ class Proxy:
         sockets: dict[str, Sequence[socket.socket]] = {"listen": self.plane.sockets or ()}
         if self.admin is not None and self.admin.listener is not None:
             sockets["admin"] = self.admin.listener.sockets
-        return HandedOver(sockets, sorted(self.runtime.drained))
+        return HandedOver(sockets, sorted(self.runtime.drained), self.overlay.leased)
 
     async def _stop(self, orders: Orders, tasks: asyncio.TaskGroup) -> None:
         """SIGTERM's supervisor waits for us, so `drain.deadline` counts from it; nobody waits for who handed over."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-
-import orjson
+import time
 
 from lbproxy.config.text import ConfigError
 from lbproxy.config.tree import Settings
@@ -183,8 +182,8 @@ class Balancing:
         """Have the supervisor start the next balancer process with what is in force now."""
         added, removed = self._proxy.overlay.changes
         text, source = self._in_force.text, self._in_force.source
-        as_json = tuple((orjson.dumps(one.entry).decode(), one.keep) for one in added)
-        in_force = Text(text, source, as_json, removed, tuple(sorted(self._proxy.runtime.drained)))
+        lines = tuple(one.to_text() for one in added)
+        in_force = Text(text, source, lines, removed, tuple(sorted(self._proxy.runtime.drained)))
         self._supervisor.send(Adopt(in_force, self._proxy.status()))
         self._supervisor.link.flush()  # before the client of the admin API gets its response
 
@@ -201,7 +200,7 @@ def _counted(lines: bytes) -> Saved | None:
 def _as_before(text: Text) -> tuple[Overlay, Settings]:
     """The settings that were in force, with what the admin API changed. Raises ConfigError."""
     settings = read(text)
-    added = tuple(Addition(orjson.loads(entry), keep) for entry, keep in text.added)
+    added = tuple(Addition.from_text(one, time.monotonic()) for one in text.added)
     try:
         return Overlay.again(settings, Changes(added, text.removed))
     except (ConfigError, UnknownEntryError) as error:  # the environment that the settings refer to is another one

@@ -42,8 +42,8 @@ class Text(Message):
     text: str
     source: str
     """Where it was read: the path of a file."""
-    added: tuple[tuple[str, bool], ...] = ()
-    """Endpoints that the admin API added since, as JSON, and whether a reload keeps them. Workers do not need them."""
+    added: tuple[str, ...] = ()
+    """Endpoints that the admin API added since: see overlay.Addition.to_text. Workers do not need them."""
     removed: tuple[str, ...] = ()
     """Names of endpoints of the text that the admin API removed since."""
     drained: tuple[str, ...] = ()

@@ -32,6 +32,7 @@ from typing import Any, Final, Literal
 from lbproxy.config.text import ConfigError
 from lbproxy.config.tree import Settings
 from lbproxy.control.admin.made_token import folders
+from lbproxy.control.discovery.overlay import Addition, Overlay
 from lbproxy.control.telemetry.memory import Memory
 from lbproxy.control.telemetry.process_log import ProcessLog
 from lbproxy.net.listening.bind import bound_port, open_sockets
@@ -181,7 +182,8 @@ class Supervisor:
         orders.exiting = self._kill_all
         await self._listen(inherited)
         self._succeeds = inherited.has_predecessor
-        self._text.drained = inherited.drained
+        overlay, _ = Overlay.inherited(self._settings, inherited.leased, self._loop.time())
+        self._text.drained, self._text.added = inherited.drained, tuple(overlay.leased)
         unfit: ConfigError | OSError | None = None
         async with asyncio.TaskGroup() as self._group:
             running: list[asyncio.Task[Any]] = []
@@ -373,7 +375,8 @@ class Supervisor:
     async def _before_restart(self) -> HandedOver:
         if self._balancer.child is not None:
             self._balancer.child.link.send(Save())  # it is done before a process has started
-        return HandedOver(self._sockets, self._text.drained)
+        added = (Addition.from_text(one, 0.0) for one in self._text.added)
+        return HandedOver(self._sockets, self._text.drained, [one.to_text() for one in added if one.lease is not None])
 
     async def _stop(self, orders: app.Orders) -> None:
         """Workers first: see `app.Proxy`."""

@@ -521,7 +521,9 @@ def test_number_of_endpoints() -> None:
 
     assert len(read(text(1024)).endpoints) == 1024
     assert problems(text(1025)) == ("endpoints: expected 1 to 1024 endpoints, got a list of 1025",)
-    assert problems("endpoints: []") == ("endpoints: expected 1 to 1024 endpoints, got a list of 0",)
+    none = "endpoints: expected 1 to 1024 endpoints (none only with `admin`), got a list of 0"
+    assert problems("{admin: null, endpoints: []}") == (none,)
+    assert read("endpoints: []").endpoints == ()
     assert problems("") == ("endpoints: required, but not there",)
 
 

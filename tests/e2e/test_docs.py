@@ -304,7 +304,7 @@ def test_log_lines_have_the_keys_of_live_ones(tmp_path: Path) -> None:
             process.wait_for('"event":"traces"')
             keys.write_text("team-b: fedcba9876543210\n")
             process.wait_for("API keys read again")
-            config.write_text("endpoints: []\n")
+            config.write_text("endpoints: 5\n")
             process.process.send_signal(signal.SIGHUP)
             process.wait_for("the settings are refused")
             process.wait_for("/nowhere/state cannot be written")

@@ -71,7 +71,7 @@ def events(process: Process, event: str) -> list[dict[str, object]]:
 def test_reloads_under_load_are_not_noticed_and_bad_ones_change_nothing(fleet: list[str], tmp_path: Path) -> None:
     """Ten, each third invalid, in four different ways."""
     policies = ["least-request", "adaptive", "p2c", "round-robin"]
-    bad = ["routing: {polcy: x}", "routing: [", "endpoints: []\n", "health: {fall: 0}\nretry: {attempts: 0}"]
+    bad = ["routing: {polcy: x}", "routing: [", "endpoints: 5\n", "health: {fall: 0}\nretry: {attempts: 0}"]
 
     async def main(process: Process, url: str, admin: str) -> None:
         async with load(url) as clients:

@@ -17,13 +17,13 @@ from typing import NoReturn, Protocol
 import orjson
 from aiohttp import web
 
-from lbproxy.config.parse import without_secrets
+from lbproxy.config.parse import read_ttl, without_secrets
 from lbproxy.config.text import ConfigError
 from lbproxy.config.tree import Settings
 from lbproxy.control.admin.changes import ReloadResult
 from lbproxy.control.admin.openapi import ENTRY, EVENTS, AdminRoute, document
 from lbproxy.control.admin.state import ShownState, drain_progress, sleep_fields
-from lbproxy.control.discovery.overlay import UnknownEntryError
+from lbproxy.control.discovery.overlay import NotLeasedError, UnknownEntryError
 from lbproxy.control.telemetry.history import History
 from lbproxy.control.telemetry.recent import MAX_SUMMARIES, Fields
 from lbproxy.core.endpoints.endpoint import EndpointUid
@@ -128,8 +128,15 @@ class Steering(Protocol):
     async def add_endpoint(self, entry: Mapping[str, object], *, keep: bool) -> str:
         """One more; returns its name. Raises ConfigError."""
 
+    async def register_endpoint(self, entry: Mapping[str, object], *, ttl_s: float) -> tuple[str, bool]:
+        """One that stays so long, unless this is called again; in place of one that registered by its name. Returns its
+        name, and whether it is new. Raises ConfigError; NotLeasedError if another has its name.
+        """
+
     async def remove_endpoint(self, name: str) -> bool:
-        """One less; returns whether the file has it. Raises UnknownEntryError; ConfigError if it is the last."""
+        """One less; returns whether the file has it. Raises UnknownEntryError; ConfigError if it is the last, without a
+        lease.
+        """
 
     def drain(self, uid: EndpointUid, *, draining: bool) -> None:
         """Drain an endpoint, or end that."""
@@ -204,7 +211,9 @@ class Api:
                 (200, 503),
             ),
             AdminRoute("GET", "/admin/endpoints", self._get_endpoints, "All endpoints", "Endpoints"),
-            AdminRoute("POST", "/admin/endpoints", self._add, "Add an endpoint", "Added", (201, 422), body=ENTRY),
+            AdminRoute(
+                "POST", "/admin/endpoints", self._add, "Add an endpoint", "Added", (200, 201, 409, 422), body=ENTRY
+            ),
             AdminRoute("GET", one, self._get_endpoint, "One endpoint", "Endpoint", (200, 404)),
             AdminRoute(
                 "DELETE", one, self._remove, "Remove an endpoint; its requests finish", "Removed", (200, 404, 409)
@@ -309,6 +318,8 @@ class Api:
 
     async def _add(self, request: web.Request) -> web.Response:
         entry = await _read_object(request)
+        if "ttl" in entry:
+            return await self._register(entry)
         keep = entry.pop("keep", False)
         if not isinstance(keep, bool):
             raise ApiError(422, "invalid_endpoint", "The endpoint cannot be added.", ["keep: expected true or false"])
@@ -318,7 +329,23 @@ class Api:
             raise _unacceptable("invalid_endpoint", "The endpoint cannot be added.", error) from None
         _log("endpoint %s was added", name)
         found = self._state.endpoint(name)
-        return _json({"name": name, "keep": keep, "endpoint": found}, 201)
+        return _json({"name": name, "keep": keep, "ttl_s": None, "endpoint": found}, 201)
+
+    async def _register(self, entry: dict[str, object]) -> web.Response:
+        """An endpoint that says again and again that it is there. What comes so often shows only what is its own."""
+        if "keep" in entry:
+            wrong = ["keep: expected none beside ttl: a reload keeps what is renewed"]
+            raise ApiError(422, "invalid_endpoint", "The endpoint cannot be added.", wrong)
+        try:
+            ttl_s = read_ttl(entry.pop("ttl"))
+            name, is_new = await self._steering.register_endpoint(entry, ttl_s=ttl_s)
+        except ConfigError as error:
+            raise _unacceptable("invalid_endpoint", "The endpoint cannot be added.", error) from None
+        except NotLeasedError as error:
+            text = f"There is an endpoint {error} that did not register itself."
+            raise ApiError(409, "not_registered", text) from None
+        shown = self._state.endpoint(name) if is_new else None
+        return _json({"name": name, "keep": False, "ttl_s": ttl_s, "endpoint": shown}, 201 if is_new else 200)
 
     async def _remove(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]

@@ -117,6 +117,7 @@ _ENDPOINT = record(
     tier=COUNT,
     limits_used=_each(NUMBER),
     from_=TEXT,
+    lease_s=_maybe(NUMBER),
     health=_HEALTH,
     reason=_maybe(TEXT),
     draining=FLAG,
@@ -307,7 +308,7 @@ COMPONENTS: dict[str, Schema] = {
     "Error": record(error=_ERROR),
     "Endpoint": _ENDPOINT,
     "Endpoints": record(endpoints=_list(ref("Endpoint"))),
-    "Added": record(name=TEXT, keep=FLAG, endpoint=_maybe(ref("Endpoint"))),
+    "Added": record(name=TEXT, keep=FLAG, ttl_s=_maybe(NUMBER), endpoint=_maybe(ref("Endpoint"))),
     "Removed": record(name=TEXT, removed=FLAG, in_flight=COUNT, note=_maybe(TEXT)),
     "Drain": _DRAIN,
     "Sleep": record(name=TEXT, sleep=_maybe(_SLEEP)),
@@ -373,7 +374,11 @@ def _entry() -> dict[str, Schema]:
         "properties": {
             **keys,
             "name": {"type": "string", "pattern": r"^[A-Za-z0-9._:\[\]-]{1,64}$"},
-            "keep": FLAG | {"default": False, "description": "A reload keeps it."},
+            "keep": FLAG | {"default": False, "description": "A reload keeps it. Not beside `ttl`."},
+            "ttl": {
+                "type": ["string", "number"],
+                "description": "It is removed unless the same is sent again within this time, such as 30s (then 200).",
+            },
         },
     }
     return {"Entry": entry, **parts}

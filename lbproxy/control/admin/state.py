@@ -74,6 +74,8 @@ class ShownState:
         """The worker processes. Set by the owner."""
         self.replicas: Callable[[], ReplicationFacts] | None = None
         """Set by the owner if requests are exchanged with other replicas."""
+        self.lease: Callable[[str], float | None] = lambda _: None
+        """How long an endpoint stays that registered itself, in seconds. Set by the owner."""
         self.made = MadeToken()
         """The owner's, if it has an admin token of its own making."""
         self.recent = recent
@@ -148,6 +150,7 @@ class ShownState:
             "tier": endpoint.tier,
             "limits_used": {name: round(share, 4) for name, share in one.limits_used},
             "from": self._origin(endpoint.server),
+            "lease_s": None if one.removed or (rest_s := self.lease(endpoint.server)) is None else round(rest_s, 1),
             "health": one.health.value,
             "reason": one.reason or None,
             "draining": one.draining,

@@ -5,7 +5,8 @@ They are inherited as systemd passes them (sd_listen_fds(3)): from descriptor 3 
 `LISTEN_FDNAMES`, and meant for this process if `LISTEN_PID` is its own. A successor gets them in the same way, except
 for `LISTEN_PID`: the parent cannot know the pid in advance, so `LBPROXY_PREDECESSOR` has the parent's. It also gets a
 pipe, `LBPROXY_READY_FD`, on which it reports that it accepts; if the pipe closes without a message, it never did. And
-it gets the keys of endpoints that an operator drained, `LBPROXY_DRAINED`, a line each: it drains them, too.
+it gets the keys of endpoints that an operator drained, `LBPROXY_DRAINED`, a line each: it drains them, too; and those
+that registered themselves, `LBPROXY_LEASES`, likewise.
 
 Invariants: a socket that is not used is closed; the variables are removed from the environment, so that no child
 process takes them for its own; a successor that is not ready in time is killed.
@@ -39,7 +40,7 @@ READY_WITHIN_S = 60.0
 _TEMPORARY_FD = 64
 """Descriptors are moved above this before they are put in place, so that none is overwritten."""
 _READY = b"ready"
-MAX_DRAINED_BYTES = 64 << 10
+MAX_LINES_BYTES = 64 << 10
 """The system allows 128 KiB for a variable."""
 
 
@@ -49,6 +50,8 @@ class HandedOver(NamedTuple):
     sockets: Sockets
     drained: Sequence[str] = ()
     """Keys of endpoints that an operator drained."""
+    leased: Sequence[str] = ()
+    """Endpoints that registered themselves, each as a line."""
 
 
 class Inherited:
@@ -59,9 +62,10 @@ class Inherited:
         sockets: Sequence[tuple[str, socket.socket]] = (),
         ready_fd: int | None = None,
         drained: Sequence[str] = (),
+        leased: Sequence[str] = (),
     ) -> None:
-        self.drained = tuple(drained)
-        """Keys of endpoints that were drained in the process before this one."""
+        self.drained, self.leased = tuple(drained), tuple(leased)
+        """Of the process before this one: see HandedOver."""
         self._sockets = list(sockets)
         self._ready_fd = ready_fd
 
@@ -82,7 +86,8 @@ class Inherited:
         if not succeeds or not ready_fd.isdecimal():
             return cls(sockets)
         os.set_inheritable(int(ready_fd), False)
-        return cls(sockets, int(ready_fd), variables["LBPROXY_DRAINED"].splitlines())
+        handed = (variables[name].splitlines() for name in ("LBPROXY_DRAINED", "LBPROXY_LEASES"))
+        return cls(sockets, int(ready_fd), *handed)
 
     @classmethod
     def of_descriptors(cls, descriptors: Mapping[str, Sequence[int]], drained: Sequence[str] = ()) -> Inherited:
@@ -164,6 +169,7 @@ _VARIABLES = (
     "LBPROXY_PREDECESSOR",
     "LBPROXY_READY_FD",
     "LBPROXY_DRAINED",
+    "LBPROXY_LEASES",
 )
 
 
@@ -172,15 +178,15 @@ def own_command() -> list[str]:
     return [sys.executable, *sys.orig_argv[1:]]
 
 
-def _lines(keys: Sequence[str]) -> str:
-    """As many keys as there is room for."""
+def _lines(keys: Sequence[str], what: str) -> str:
+    """As many as there is room for."""
     size = 0
     kept: list[str] = []
     for key in keys:
         size += len(key.encode()) + 1
-        if size > MAX_DRAINED_BYTES:
-            text = "too many endpoints are drained: the new process does not drain %s, and %d more"
-            logger.warning(text, key, len(keys) - len(kept) - 1, extra={"event": "restart"})
+        if size > MAX_LINES_BYTES:
+            text = "too many endpoints are %s: the new process is not told of the last %d"
+            logger.warning(text, what, len(keys) - len(kept), extra={"event": "restart"})
             break
         kept.append(key)
     return "\n".join(kept)
@@ -272,7 +278,8 @@ def _spawn(command: Sequence[str], handed: HandedOver) -> _Child:
         "LISTEN_FDNAMES": ":".join(name for name, _ in sockets),
         "LBPROXY_PREDECESSOR": str(os.getpid()),
         "LBPROXY_READY_FD": str(FIRST_FD + len(sockets)),
-        "LBPROXY_DRAINED": _lines(handed.drained),
+        "LBPROXY_DRAINED": _lines(handed.drained, "drained"),
+        "LBPROXY_LEASES": _lines(handed.leased, "registered"),
     }
     try:
         actions = [(os.POSIX_SPAWN_DUP2, fd, FIRST_FD + index) for index, fd in enumerate(moved)]

@@ -27,7 +27,7 @@ from lbproxy.control.admin.api import Api
 from lbproxy.control.admin.changes import ReloadResult
 from lbproxy.control.admin.server import Admin
 from lbproxy.control.admin.state import ShownState
-from lbproxy.control.discovery.overlay import Overlay, UnknownEntryError
+from lbproxy.control.discovery.overlay import Lease, Overlay, UnknownEntryError
 from lbproxy.control.families.common import Loads, RequestTotals
 from lbproxy.control.families.requests import FIRST_BYTE_BUCKETS
 from lbproxy.control.telemetry.history import STEPS, History, quantile_ms
@@ -73,6 +73,8 @@ class FakeSteering:
         self.asleep_problem: str | None = None
         self.awake: list[bool] = []
         self.added: list[tuple[Mapping[str, object], bool]] = []
+        self.overlay = Overlay()
+        self.now = 0.0
 
     async def reload(self) -> ReloadResult | None:
         return self.reloads
@@ -81,6 +83,13 @@ class FakeSteering:
         _, changed = Overlay().add(self.settings, entry, keep=keep)
         self.added.append((entry, keep))
         return changed.endpoints[-1].name
+
+    async def register_endpoint(self, entry: Mapping[str, object], *, ttl_s: float) -> tuple[str, bool]:
+        if (name := self.overlay.renew(self.settings, entry, ttl_s, self.now)) is not None:
+            return name, False
+        lease = Lease.begin(ttl_s, self.now)
+        self.overlay, self.settings, is_new = self.overlay.register(self.settings, entry, lease)
+        return self.settings.endpoints[-1].name, is_new
 
     async def remove_endpoint(self, name: str) -> bool:
         Overlay().remove(self.settings, name)
@@ -173,6 +182,44 @@ def test_an_endpoint_can_be_woken_and_put_to_sleep_unless_that_cannot_be() -> No
             assert code(refused) == (409, "not_possible")
             assert "e1 cannot be woken: it is off." in refused.text
             assert code(await client.post("/admin/endpoints/no/wake", headers=JSON)) == (404, "unknown_endpoint")
+
+    run(main())
+
+
+def test_an_endpoint_registers_itself_and_renews_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A renewal shows, and so looks through, none of the endpoints."""
+
+    async def main() -> None:
+        async with site() as (made, client):
+            steering = made.steering
+            steering.settings = parse("endpoints: [{url: http://10.0.0.1:8000, name: e1}]", environ={})
+            entry: dict[str, object] = {"url": "http://10.0.0.7:8000", "name": "gpu", "ttl": "30s"}
+
+            async def post(**more: object) -> httpx.Response:
+                return await client.post("/admin/endpoints", json=entry | more)
+
+            answer = await post()
+            assert answer.status_code == 201
+            assert answer.json() == {"name": "gpu", "keep": False, "ttl_s": 30.0, "endpoint": None}
+            steering.now = 20.0
+            with monkeypatch.context() as patch:
+                patch.setattr(made.api._state, "endpoints", lambda: pytest.fail("it walks the fleet"))
+                patch.setattr(steering.overlay.__class__, "register", lambda *_: pytest.fail("it makes all anew"))
+                answer = await post(ttl=60)
+            assert (answer.status_code, answer.json()["ttl_s"]) == (200, 60.0)
+            assert steering.overlay.rest_s("gpu", 20.0) == 60.0
+            answer = await post(url="http://10.0.0.8:8000")
+            assert answer.status_code == 200
+            assert [one.url for one in steering.settings.endpoints][1:] == ["http://10.0.0.8:8000"]
+            assert code(await post(name="e1")) == (409, "not_registered")
+            for wrong in ({"keep": True}, {"keep": False}, {"ttl": "soon"}, {"ttl": None}, {"ttl": 0}, {"weight": "x"}):
+                answer = await post(**wrong)
+                assert code(answer) == (422, "invalid_endpoint")
+                (problem,) = answer.json()["error"]["problems"]
+                assert problem.startswith(next(iter(wrong)))
+            assert code(await post(url="http://10.0.0.1:8000", name="new")) == (422, "invalid_endpoint")
+            unknown = await client.post("/admin/endpoints", json=entry, headers={"Authorization": ""})
+            assert unknown.status_code == 401
 
     run(main())
 
@@ -559,7 +606,7 @@ def test_what_is_added_lies_over_the_file_as_far_as_it_is_to_be_kept() -> None:
     assert [one.name for one in now.endpoints] == ["e1", "e2", "e3", "10.0.0.4:8000"]
     after, reloaded = overlay.over(now, file)
     assert [one.name for one in reloaded.endpoints] == ["e1", "e2", "e3"]
-    assert after.added == {"e3": True}
+    assert {name: one.keep for name, one in after.added.items()} == {"e3": True}
     theirs = parse(SETTINGS.replace("]", ", {url: http://10.0.0.3:8000, name: other}]"), environ={})
     after, reloaded = overlay.over(now, theirs)
     assert [one.name for one in reloaded.endpoints] == ["e1", "e2", "other"]
@@ -567,7 +614,7 @@ def test_what_is_added_lies_over_the_file_as_far_as_it_is_to_be_kept() -> None:
     with pytest.raises(UnknownEntryError):
         overlay.remove(now, "e9")
     overlay, now = overlay.remove(now, "e3")
-    assert overlay.added == {"10.0.0.4:8000": False}
+    assert {name: one.keep for name, one in overlay.added.items()} == {"10.0.0.4:8000": False}
     with pytest.raises(ConfigError) as error:
         overlay.add(now, {"url": "http://10.0.0.1:8000", "health": 5}, keep=False)
     assert [problem.partition(":")[0] for problem in error.value.problems] == ["health"]
@@ -586,7 +633,7 @@ def test_another_process_makes_the_same_changes_again() -> None:
     assert [one.name for one in settings.endpoints] == ["e2", "e3", "10.0.0.4:8000"]
     after, reloaded = again.over(settings, file)
     assert [one.name for one in reloaded.endpoints] == ["e1", "e2", "e3"]
-    assert after.changes == ((({"url": "http://10.0.0.3:8000", "name": "e3", "weight": 2}, True),), ())
+    assert after.changes == ((({"url": "http://10.0.0.3:8000", "name": "e3", "weight": 2}, True, None),), ())
 
 
 @pytest.mark.parametrize(
