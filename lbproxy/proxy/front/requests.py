@@ -16,6 +16,7 @@ from lbproxy.config.sections.cors import ANY_ORIGIN
 from lbproxy.config.tree import Settings
 from lbproxy.core.observed.record import MAX_PATH_CHARS, SUFFIX_CHARS, RequestRecord
 from lbproxy.core.observed.trace import Sampling
+from lbproxy.core.requests.models import Allowed
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.driver.request_runtime import RequestRuntime
 from lbproxy.net.listening.sites import is_cross_origin, is_loopback_name, name_of
@@ -181,6 +182,9 @@ class Requests(Front):
         if len(record.path) > MAX_PATH_CHARS:
             record.path = record.path[:MAX_PATH_CHARS]
         self._runtime.emit(record)
+
+    def allowed(self, request: ClientRequest, record: RequestRecord) -> tuple[Allowed, ...]:
+        return self.reading.allowed(request.fields, record)
 
     def refuse(
         self, client: ClientConnection, record: RequestRecord, error: LbError, *, keep_alive: bool, cors: str

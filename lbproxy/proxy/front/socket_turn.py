@@ -18,6 +18,7 @@ from lbproxy.proxy.front.connection import ClientConnection
 from lbproxy.proxy.front.turn import Front, Turn
 from lbproxy.proxy.request.handshake import SWITCH, switch_problem
 from lbproxy.proxy.request.headers import client_head
+from lbproxy.proxy.sockets.own_models import OwnModels
 from lbproxy.proxy.sockets.server_end import ServerEnd
 from lbproxy.proxy.sockets.socket_relay import Side, SocketRelay
 
@@ -76,6 +77,8 @@ class SocketTurn(Turn):
         self._socket = end.relay = relay = SocketRelay(
             there, here, shared.runtime, record, shared.limits.silence_s, self
         )
+        if allowed := self._front.allowed(self.request, record):
+            relay.own_models = OwnModels(allowed)
         early = client.switch()
         if end.early:
             relay.from_server(end.early)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.requests.models import Allowed
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.proxy.exchange.exchange import Exchange
 from lbproxy.proxy.exchange.exchanger import Exchanger
@@ -15,6 +16,7 @@ from lbproxy.proxy.exchange.relay import CUTS
 from lbproxy.proxy.exchange.steps import FINISHED
 from lbproxy.proxy.front.connection import ClientConnection
 from lbproxy.proxy.front.overload import Overload
+from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.own_responses import json_head, no_content_response
 
 PIECE_BYTES: Final = 64 << 10
@@ -38,6 +40,10 @@ class Front(ABC):
     @abstractmethod
     def write(self, client: ClientConnection, record: RequestRecord, response: bytes) -> None:
         """Write a complete response of lbproxy itself, or a part of one."""
+
+    @abstractmethod
+    def allowed(self, request: ClientRequest, record: RequestRecord) -> tuple[Allowed, ...]:
+        """The models that the client of a request may name: see RequestReader."""
 
     @abstractmethod
     def refuse(

@@ -46,6 +46,7 @@ from lbproxy.proxy.sockets.frames import (
     is_pong,
     ping_frame,
 )
+from lbproxy.proxy.sockets.own_models import OwnModels
 
 _GONE: Final = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
 """Not every system tells that the peer sends nothing more."""
@@ -173,6 +174,8 @@ class SocketRelay:
         self.client = client
         self.server = server
         self.stage = SocketStage.OPEN
+        self.own_models: OwnModels | None = None
+        """What the client may name; None: every model."""
         self._runtime = runtime
         self._record = record
         self._owner = owner
@@ -294,6 +297,8 @@ class SocketRelay:
             if frame.opcode in DATA:
                 self._note_message(frame)
         else:
+            if self.own_models is not None:
+                self.own_models.check(frame)
             self.server.send(frame)
         if not is_close(frame):
             return True
