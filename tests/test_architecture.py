@@ -92,7 +92,7 @@ MAX_ATTRIBUTES = 15
 LARGE = {
     # plain facts, of which most things need a few
     "Placement": 21,
-    "RequestFields": 23,
+    "RequestFields": 24,
     "RequestRecord": 42,
     # to be parted
     "Balancer": 18,

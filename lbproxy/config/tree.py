@@ -36,7 +36,7 @@ from lbproxy.config.sections.routing import (
     StateSettings,
 )
 from lbproxy.config.sleep import MAX_HOSTS, HostSettings, check_host_name
-from lbproxy.config.values import Timeout, Workers, duration, expected, hosts_overlap
+from lbproxy.config.values import Keepalive, Timeout, Workers, duration, expected, hosts_overlap
 
 MAX_ENDPOINTS = 1024
 """Also of all addresses that names lead to, together."""
@@ -102,6 +102,9 @@ class Settings(Section):
     """Reading the endpoints' own metrics."""
     timeouts: TimeoutSettings = TimeoutSettings()
     """How long each phase of a request may take."""
+    stream_keepalive: Keepalive = 0.0
+    """Clients of event streams get a comment when they heard nothing for so long, while their requests wait, too. 0 =
+    none."""
     limits: LimitSettings = LimitSettings()
     """Limits of what lbproxy holds in memory for clients."""
     dns: DnsSettings = DnsSettings()

@@ -112,10 +112,12 @@ class ReadFromText:
         return {"type": "string"}
 
 
+_SECONDS = (("ms", "0.001"), ("s", "1"), ("m", "60"), ("h", "3600"))
+
+
 def duration(at_least: str, at_most: str) -> Quantity:
     """Seconds. Bounds keep a typing error from becoming a busy loop or a wait without end."""
-    units = (("ms", "0.001"), ("s", "1"), ("m", "60"), ("h", "3600"))
-    return Quantity(at_least, at_most, "a duration (250ms, 2s, 5m, 1h, or seconds)", units, whole=False)
+    return Quantity(at_least, at_most, "a duration (250ms, 2s, 5m, 1h, or seconds)", _SECONDS, whole=False)
 
 
 def size(at_least: str, at_most: str) -> Quantity:
@@ -139,6 +141,18 @@ class _OrAuto(Quantity):
         forms = Quantity.__get_pydantic_json_schema__(self, schema, handler)
         assert isinstance(forms["anyOf"], list)
         return {"anyOf": [{"const": "auto"}, *forms["anyOf"]]}
+
+
+class _OrOff(Quantity):
+    """A number, or 0."""
+
+    def read(self, value: object) -> float | int:
+        return 0.0 if self._number(value) == 0.0 else Quantity.read(self, value)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, object]:
+        forms = Quantity.__get_pydantic_json_schema__(self, schema, handler)
+        assert isinstance(forms["anyOf"], list)
+        return {"anyOf": [{"const": 0}, *forms["anyOf"]]}
 
 
 class _SplitRule(Quantity):
@@ -171,6 +185,10 @@ Ranks: TypeAlias = Annotated[int, _OrAuto("1", "64", "auto, or a whole number")]
 """Data-parallel ranks; 0 = auto."""
 Interval: TypeAlias = Annotated[float, duration("10ms", "1h")]
 """Seconds between two turns of something periodic."""
+Keepalive: TypeAlias = Annotated[
+    float, _OrOff("1s", "10m", "0, or a duration (2s, 5m, or seconds)", _SECONDS, whole=False)
+]
+"""Seconds of silence after which something is sent; 0 = never."""
 Timeout: TypeAlias = Annotated[float, duration("1ms", "24h")]
 """Seconds until something is given up."""
 

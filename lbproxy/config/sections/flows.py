@@ -9,7 +9,7 @@ from typing import Annotated, TypeAlias
 from pydantic import Field, field_validator
 
 from lbproxy.config.section import Section
-from lbproxy.config.values import Quantity, check_model_name, count, duration, expected
+from lbproxy.config.values import Keepalive, Quantity, check_model_name, count, duration, expected
 
 MAX_NAMED = 1000
 MAX_MODELS = 100
@@ -45,6 +45,8 @@ class FlowSettings(Section):
     models: tuple[str, ...] | None = Field(default=None, json_schema_extra={"maxItems": MAX_MODELS})
     """The models that its clients see and may name: names, aliases among them, and patterns with `*`. null = all. Holds
     for the API key of that name, too, like `max_tier`."""
+    stream_keepalive: Keepalive | None = None
+    """As at the top level, likewise for the API key of that name. null = as the model says, or the top level."""
 
     @field_validator("models", mode="after")
     @classmethod

@@ -10,7 +10,7 @@ from pydantic import ValidationError, ValidationInfo, field_validator, model_val
 from pydantic_core import InitErrorDetails
 
 from lbproxy.config.section import ShortSection
-from lbproxy.config.values import Quantity, check_model_name, expected
+from lbproxy.config.values import Keepalive, Quantity, check_model_name, expected
 
 MAX_NAMES = 1000
 MAX_TARGETS = 32
@@ -28,6 +28,8 @@ class ModelSettings(ShortSection):
     """The model as which its requests are sent."""
     split: dict[str, Share] | None = None
     """Models and weights: each request is sent as one of them, those of one x-session-id as the same."""
+    stream_keepalive: Keepalive | None = None
+    """As at the top level. null = as that."""
 
     @model_validator(mode="before")
     @classmethod

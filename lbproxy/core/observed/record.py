@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from lbproxy.core.queue.ticket import Ticket, Wait
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.core.requests.request import DECODE, WHOLE, Usage
+from lbproxy.core.requests.request import DECODE, PREFILL, WHOLE, Usage
 
 if TYPE_CHECKING:
     from lbproxy.core.observed.trace import Trace
@@ -138,6 +138,21 @@ class RequestRecord:
         _note_wake(self, ticket)
         if best is not None:
             self.held_for, self.full_by = best.endpoint.name, ticket.full_by
+
+    def note_prediction(self, ticket: Ticket) -> None:
+        """Note what is expected in the cache of the endpoint where the ticket is."""
+        cached = ticket.predicted_cached_tokens
+        if cached is not None:
+            self.predicted_cached_tokens = cached
+
+    def note_failure(self, ticket: Ticket, label: str, now: float) -> None:
+        """Note an attempt that failed before a response: `label` is the outcome's code."""
+        name, leg = ticket.placed_state.endpoint.name, ticket.request.leg
+        self.failed += ((name, label),)
+        if leg == PREFILL:
+            self.first_legs += ((name, "failed"),)
+        if self.trace is not None:
+            self.trace.failed(label, now, leg)
 
     def note_decision(self, decision: Decision) -> None:
         """Note the decision about one more attempt."""

@@ -263,6 +263,11 @@ class FlowRules:
         lists = [self._rules.get(name, self._default).models for name in names]
         return tuple(self._allowed[one] for one in lists if one is not None)
 
+    def keepalive_of(self, flow: str, key: str | None) -> float | None:
+        """See `stream_keepalive` in the settings of flows; None: not said."""
+        rule = None if key is None else self._rules.get(key)
+        return (rule or self._rules.get(flow, self._default)).stream_keepalive
+
     def priority_of(self, flow: str, asked: int | None, key: str | None) -> int:
         """The priority of a request of this flow. `asked`: the requested priority; None: none."""
         if asked is None and not self._rules:

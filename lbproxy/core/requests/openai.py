@@ -325,14 +325,41 @@ def error_body(error: LbError, path: str = "") -> bytes:
     """
     facts = error.outcome.value
     said = {"message": error.message, "type": facts.error_type, "param": error.param, "code": facts.code}
+    return _error_body(said, facts.status, path)
+
+
+def _error_body(said: Mapping[str, object], status: int, path: str) -> bytes:
     if path.startswith(_ANTHROPIC_PATH):
-        other = "api_error" if facts.status >= 500 or not facts.status else "invalid_request_error"
-        said["type"] = _ANTHROPIC_TYPES.get(facts.status, other)
-        return orjson.dumps({"type": "error", "error": said})
+        other = "api_error" if status >= 500 or not status else "invalid_request_error"
+        return orjson.dumps({"type": "error", "error": {**said, "type": _ANTHROPIC_TYPES.get(status, other)}})
     return orjson.dumps({"error": said})
 
 
 def error_event(error: LbError, path: str = "") -> bytes:
     """Return an SSE event that makes the SDK of that API raise in the middle of a stream."""
+    return _error_event(error_body(error, path), path)
+
+
+def _error_event(body: bytes, path: str) -> bytes:
     name = b"event: error\n" if path.startswith(_ANTHROPIC_PATH) else b""
-    return b"%bdata: %b\n\n" % (name, error_body(error, path))
+    return b"%bdata: %b\n\n" % (name, body)
+
+
+def event_of_response(status: int, body: bytes, path: str) -> bytes:
+    """The same of a response of an endpoint that is no stream: the error in it, in the form of the API of `path`."""
+    message: object = f"The model server returned status {status}, and no event stream."
+    said = {"message": message, "type": "server_error", "param": None, "code": status}
+    if 400 <= status < 500:
+        said["type"] = "invalid_request_error"
+    try:
+        read = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        read = None
+    if isinstance(read, dict):  # the object of OpenAI's and Anthropic's APIs, a text, or as vLLM had it, or FastAPI
+        found = read.get("error", read if status >= 400 else None)
+        fields: dict[str, Any] = found if isinstance(found, dict) else {"message": found}
+        message = fields.get("message") or fields.get("detail")
+        if isinstance(message, str) and message:
+            more = {key: fields[key] for key in ("type", "param", "code") if isinstance(fields.get(key), str | int)}
+            said |= {"message": message} | more
+    return _error_event(_error_body(said, status if status >= 400 else 502, path), path)

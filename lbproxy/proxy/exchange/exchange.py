@@ -11,7 +11,7 @@ does now; `proxy.exchange.steps` has the table. Invariants:
 - It ends exactly once, in `finish`, whatever happens; every ticket is closed by then.
 - What is in progress in a step (`_work`) is released when the step ends; the first leg of a split request (`_split`)
   when the exchange ends, or another attempt begins.
-- Each attempt sends the same body. After a response's head (`_head_sent_by`) only an event stream's body may follow.
+- Each attempt sends the same body. After a response's head (`head_sent_by`) only an event stream's body may follow.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.request import DECODE, PREFILL, InferenceRequest, Usage, estimated
 from lbproxy.core.requests.retry import FailureKind, UpstreamError, status_failure
-from lbproxy.core.responses.objects import find_objects
-from lbproxy.core.responses.sse import find_response_id
 from lbproxy.core.responses.usage import read_usage
 from lbproxy.net.connections.h1 import ResponseHead
 from lbproxy.net.connections.pool import Connection
@@ -39,6 +37,7 @@ from lbproxy.proxy.exchange.exchanger import (
     Exchanger,
     bytes_per_token,
     expected_prompt_tokens,
+    note_usage,
     origin_of,
 )
 from lbproxy.proxy.exchange.failures import (
@@ -49,7 +48,20 @@ from lbproxy.proxy.exchange.failures import (
     retry_after_s,
     without_response,
 )
-from lbproxy.proxy.exchange.relay import Client, Relay, can_continue, end_after_head, is_json, note_objects
+from lbproxy.proxy.exchange.instead import Instead
+from lbproxy.proxy.exchange.keepalive import Keepalive
+from lbproxy.proxy.exchange.relay import (
+    LAST_CHUNK,
+    Client,
+    HeadSender,
+    Relay,
+    can_continue,
+    chunk,
+    end_after_head,
+    end_with_response,
+    is_json,
+    note_stored,
+)
 from lbproxy.proxy.exchange.split import FirstLeg, SplitRequest, decode_endpoint, first_leg
 from lbproxy.proxy.exchange.steps import (
     BACKING_OFF,
@@ -87,16 +99,16 @@ class Exchange(ABC):
     """What is in progress in this step: a dial, the connection that carries the request, a relay, a timer."""
     _ticket: Ticket | None = None
     """The current attempt."""
-    _head_sent_by: Relay | None = None
-    """The relay, of any attempt, that sent the head of a stream to the client, without any of a body."""
+    head_sent_by: HeadSender | None = None
+    """Who sent the head of a stream to the client, without any of a body: the relay of an attempt, or `_keepalive`."""
+    _keepalive: Keepalive | None = None
+    """Keeps the client's connection alive in silences; None: nothing does."""
     _split: SplitRequest | None = None
     """The first leg of a request that is split, and what the second one is sent."""
     cors = ""
     """Field lines of the response that replace the endpoint's own; "" = the settings allow no origins."""
     switches: bool = False
     """See net.connections.pool.Receiver."""
-    _models_refreshed = False
-    """The endpoints were asked again for their models."""
     _failed: AttemptFailures = NO_FAILURES
 
     def __init__(self, shared: Exchanger, client: Client, record: RequestRecord, *, keep_alive: bool) -> None:
@@ -130,6 +142,8 @@ class Exchange(ABC):
         """Send the request to an endpoint. The exchange may be finished when this returns."""
         self.request = request
         self.placed = placed
+        if request.keepalive_s:
+            self._keepalive = Keepalive(self, self._shared.runtime)
         self._place()
 
     def _place(self) -> None:
@@ -162,8 +176,8 @@ class Exchange(ABC):
                 self._failed = self._failed._replace(doubtful=None)
                 self._place()
                 return
-            if ticket.outcome is Outcome.MODEL_NOT_FOUND and not self._models_refreshed:
-                self._models_refreshed = True
+            if ticket.outcome is Outcome.MODEL_NOT_FOUND and not self._failed.has_looked:
+                self._failed = self._failed._replace(has_looked=True)
                 if self._shared.runtime.look_for_models(lambda: self._guarded(self._place_after_look)):
                     self._enter(LOOKING)
                     return
@@ -173,7 +187,7 @@ class Exchange(ABC):
         endpoint, record = ticket.placed_on.endpoint, self.record
         record.note_placed(ticket)
         if ticket.decision is not None:
-            self._note_prediction(ticket)
+            record.note_prediction(ticket)
         record.queue_s += ticket.placed_at - ticket.submitted_at
         if ticket.request.leg and self._begins_split(ticket):
             return
@@ -262,7 +276,8 @@ class Exchange(ABC):
         if kind is FailureKind.RESET:  # or its process ended: what ends another one is not sent to a third
             kinds, uid = (*self._failed.kinds, kind), ticket.placed_state.endpoint.uid
             self._failed = self._failed._replace(kinds=kinds, doubtful=uid)
-        self._record_failure(ticket, Outcome.UPSTREAM_RESET.label if kind is FailureKind.RESET else "upstream_500")
+        label = Outcome.UPSTREAM_RESET.label if kind is FailureKind.RESET else "upstream_500"
+        self.record.note_failure(ticket, label, self._shared.runtime.now())
         self._place_whole()
         return True
 
@@ -345,15 +360,18 @@ class Exchange(ABC):
             head = self._shared.note_load_report(head, ticket, wanted=self.request.fields.wants_load_report)
         if head.status >= 400 and self._retry_elsewhere(head.status, body, head):
             return
-        if self._head_sent_by:
-            self._cannot_continue(head, ticket)
-            return
-        self._shared.conceal(head, ticket.placed_state.endpoint)
-        reusable = self.keep_alive and not self.request.http10
-        response = client_head(head, self._own_fields(), chunked=False, keep_alive=reusable) + body
+        if self.head_sent_by is not None:
+            if not can_continue(head):
+                self._cannot_continue(head, body)
+                return
+            reusable, response = self.head_sent_by.client_reusable, chunk(body) + LAST_CHUNK if body else LAST_CHUNK
+        else:
+            self._shared.conceal(head, ticket.placed_state.endpoint)
+            reusable = self.keep_alive and not self.request.http10
+            response = client_head(head, self._own_fields(), chunked=False, keep_alive=reusable) + body
         record.status = head.status
         record.outcome = Outcome.COMPLETED
-        record.response_bytes = len(response)
+        record.response_bytes += len(response)
         now = runtime.now()
         if body:
             record.first_byte_at = now
@@ -362,28 +380,19 @@ class Exchange(ABC):
             transport.write(response)
         usage = read_usage(body, native=self.request.route.is_native) if is_json(head) else None
         if usage is not None:
-            usage = self._note_usage(ticket, usage)
+            usage = note_usage(record, ticket, usage)
         if (usage is None or usage.completion_tokens is None) and self._generates(head.content_type) and body:
             usage = estimated(usage, ceil(len(body) / (1.0 if head.encoded else bytes_per_token(ticket))))
         if ticket.request.stores and head.status < 300:
-            self._note_stored(ticket, head, body)
+            note_stored(runtime, ticket, self.request, head, body)
         # The time of an error shows nothing of the endpoint's speed.
         runtime.answered(ticket, Outcome.COMPLETED, usage, began=bool(body) and head.status < 300, now=now)
         self.finish(reusable)
 
-    def _note_stored(self, ticket: Ticket, head: ResponseHead, body: bytes) -> None:
-        """Note what a complete response shows its endpoint to have."""
-        runtime = self._shared.runtime
-        if self.request.route.flatten is None:
-            if is_json(head):
-                note_objects(runtime, ticket, find_objects(body))
-        elif (stored := find_response_id(body)) is not None:
-            runtime.stores(ticket, stored)
-
     def hints(self, head: ResponseHead) -> None:
         """Pass it on, if the client accepts such heads and has none yet. See net.connections.pool.Receiver."""
         transport = self.client.transport
-        if transport is not None and not transport.is_closing() and not (self._head_sent_by or self.request.http10):
+        if transport is not None and not transport.is_closing() and not (self.head_sent_by or self.request.http10):
             assert self._ticket is not None
             self._shared.conceal(head, self._ticket.placed_state.endpoint)
             transport.write(b"HTTP/1.1 103 Early Hints\r\n%b\r\n" % head.end_to_end)
@@ -398,20 +407,21 @@ class Exchange(ABC):
         if head.status >= 400 and self._retry_elsewhere(head.status, head=head):
             connection.abort()
             return
-        if self._head_sent_by and not can_continue(head):
-            connection.abort()
-            self._cannot_continue(head, ticket)
+        if self.head_sent_by is not None and not can_continue(head):
+            Instead(head, connection, lambda head, body: self._guarded(self._cannot_continue, head, body))
             return
         self._shared.conceal(head, ticket.placed_state.endpoint)
         relay = Relay(head, connection, ticket, self.record, self._shared.runtime, self)
         self._enter(RELAYING, relay)
-        relay.begin(self, self._own_fields(), head_sent_by=self._head_sent_by)
+        relay.begin(self, self._own_fields(), head_sent_by=self.head_sent_by)
 
-    def _cannot_continue(self, head: ResponseHead, ticket: Ticket) -> None:
-        """The client has the head of a stream, and this is the head of another kind of response."""
-        self.record.error = f"returned {head.status}, which cannot continue a stream"
+    def _cannot_continue(self, head: ResponseHead, body: bytes) -> None:
+        """The client has the head of a stream, and this is another kind of response: it is told as an event."""
+        ticket, record = self._ticket, self.record
+        assert ticket is not None
         self._shared.runtime.close(ticket, Outcome.COMPLETED)
-        self.refuse(LbError(Outcome.UPSTREAM_RESET))
+        end_with_response(self.client, record, head.status, body)
+        self.finish(False)
 
     def body(self, data: bytes) -> None:
         """Never called: the relay takes the body."""
@@ -453,12 +463,12 @@ class Exchange(ABC):
 
     # relay.RelayOwner
 
-    def head_sent(self) -> None:
-        self._head_sent_by = self._relaying
+    def head_sent(self, by: HeadSender) -> None:
+        self.head_sent_by = by
 
     def committed(self) -> None:
         """See relay.RelayOwner. No other endpoint will be asked, and a stream can last for minutes."""
-        self._head_sent_by = None
+        self.head_sent_by = None
         if self._split is not None:
             self._split.forget_bodies()
         if len(self.request.body) > LARGE_BODY_BYTES:
@@ -478,7 +488,7 @@ class Exchange(ABC):
         self.record.outcome = result
         usage = relay.usage
         if usage is not None:
-            usage = self._note_usage(ticket, usage)
+            usage = note_usage(self.record, ticket, usage)
         reported = None if usage is None else usage.completion_tokens
         is_text = relay.is_readable_stream or self._generates(relay.content_type)
         if is_text and (reported is None or result is not Outcome.COMPLETED):
@@ -509,18 +519,6 @@ class Exchange(ABC):
             usage = usage.resolved(expected_prompt_tokens(ticket))
             generated = max(generated, usage.completion_tokens or 0)
         return estimated(usage, generated) if generated or is_left else None
-
-    def _note_usage(self, ticket: Ticket, usage: Usage) -> Usage:
-        """Record the usage that the endpoint reported, with the complete prompt in it."""
-        if ticket.placement is not None:
-            self._note_prediction(ticket)
-        self.record.usage = usage = usage.resolved(expected_prompt_tokens(ticket))
-        return usage
-
-    def _note_prediction(self, ticket: Ticket) -> None:
-        cached = ticket.predicted_cached_tokens
-        if cached is not None:
-            self.record.predicted_cached_tokens = cached
 
     # Another attempt
 
@@ -575,15 +573,7 @@ class Exchange(ABC):
 
     def _note_failure(self, ticket: Ticket, kind: FailureKind, label: str, ended: Outcome | None = None) -> None:
         self._failed = self._failed.add(ticket.placed_state.endpoint.uid, kind, ended)
-        self._record_failure(ticket, label)
-
-    def _record_failure(self, ticket: Ticket, label: str) -> None:
-        record, name, leg = self.record, ticket.placed_state.endpoint.name, ticket.request.leg
-        record.failed += ((name, label),)
-        if leg == PREFILL:
-            record.first_legs += ((name, "failed"),)
-        if record.trace is not None:
-            record.trace.failed(label, self._shared.runtime.now(), leg)
+        self.record.note_failure(ticket, label, self._shared.runtime.now())
 
     def _retry(self, delay_s: float) -> None:
         if delay_s:
@@ -601,6 +591,13 @@ class Exchange(ABC):
         except Exception:  # noqa: BLE001 - logged there, with its traceback
             self.defect()
 
+    # keepalive.SilentRequest, with what is above
+
+    @property
+    def relay(self) -> Relay | None:
+        work = self._work
+        return work if isinstance(work, Relay) else None
+
     # The client's back-pressure
 
     def pause(self) -> None:
@@ -617,8 +614,8 @@ class Exchange(ABC):
 
     def refuse(self, error: LbError) -> None:
         """End with an error; nothing went to the client yet, or the head of a stream alone."""
-        if self._head_sent_by:
-            end_after_head(self.client, self.record, error)
+        if self.head_sent_by is not None:
+            end_after_head(self.client, self.record, error, is_ours=self.head_sent_by is self._keepalive)
             self.finish(False)
         else:
             self.finish(self._refuse(error))
@@ -627,7 +624,10 @@ class Exchange(ABC):
         """End the exchange. Only the first call counts."""
         if self.step is not FINISHED:
             self._enter(FINISHED)
-            self._head_sent_by = None  # a reference back to this exchange
+            self.head_sent_by = None  # a reference back to this exchange
+            if self._keepalive is not None:
+                self._keepalive.stop()
+                self._keepalive = None  # another
             if self._split is not None:  # another
                 self._split.abandon(decode_endpoint(self._ticket))
                 self._split = None
@@ -640,7 +640,7 @@ class Exchange(ABC):
             return
         self._abandon(Outcome.INTERNAL_ERROR)
         self.keep_alive = False
-        if self.record.response_bytes and not self._head_sent_by:
+        if self.record.response_bytes and not self.head_sent_by:
             self.record.outcome = Outcome.INTERNAL_ERROR
             self.finish(False)
         else:

@@ -15,7 +15,7 @@ from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.policies.explain import compact
 from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.requests.models import ModelRules
-from lbproxy.core.requests.request import BYTES_PER_TOKEN
+from lbproxy.core.requests.request import BYTES_PER_TOKEN, Usage
 from lbproxy.driver.request_runtime import RequestRuntime
 from lbproxy.net.connections.h1 import ResponseHead
 from lbproxy.net.connections.patience import ClockLimits
@@ -85,6 +85,14 @@ class Exchanger:
         if explanation is None:
             return fields
         return f"{fields}x-lbproxy-explain: {explanation}; queue_ms={1000.0 * record.queue_s:.1f}\r\n"
+
+
+def note_usage(record: RequestRecord, ticket: Ticket, usage: Usage) -> Usage:
+    """Record the usage that the endpoint reported, with the complete prompt in it. Returns that."""
+    if ticket.placement is not None:
+        record.note_prediction(ticket)
+    record.usage = usage = usage.resolved(expected_prompt_tokens(ticket))
+    return usage
 
 
 def origin_of(ticket: Ticket) -> Origin:

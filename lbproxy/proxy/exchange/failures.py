@@ -37,6 +37,8 @@ class AttemptFailures(NamedTuple):
     doubtful: EndpointUid | None = None
     """Whose stream broke before a token of a second leg. Either its process ended, or it could not fetch what prefill
     had handed over: it gets the request only if no other endpoint can."""
+    has_looked: bool = False
+    """None listed its model, and all were asked again."""
 
     @property
     def avoid(self) -> frozenset[EndpointUid]:
@@ -48,7 +50,8 @@ class AttemptFailures(NamedTuple):
         better.
         """
         suspect = uid if kind is FailureKind.ERROR else self.suspect
-        return AttemptFailures(self.endpoints | {uid}, (*self.kinds, kind), suspect, ended or self.last)
+        kinds = (*self.kinds, kind)
+        return AttemptFailures(self.endpoints | {uid}, kinds, suspect, ended or self.last, has_looked=self.has_looked)
 
 
 NO_FAILURES: Final = AttemptFailures()

@@ -2,8 +2,8 @@
 """The transfer of a response from an endpoint's connection to a client's transport, from its head to the last byte.
 
 Theory of operation. After the head, every read from the endpoint goes to the client in the same callback, unchanged,
-chunk framing included; scanners watch it. Only a client that does not accept chunks gets the payload alone. `stage` is
-how far the response is:
+chunk framing included; scanners watch it. Only a client that does not accept chunks gets the payload alone, and one
+whose head promised them, or that is to get comments, gets it in new ones. `stage` is how far the response is:
 
     stage        event                                                          next stage
     HELD         the first of the body (opening.py), of a stream its first      COMMITTED
@@ -11,7 +11,7 @@ how far the response is:
                  not a stream; or `HOLD_HEAD_S` passed, and only this body
                  could follow this head; or complete
                  `HOLD_HEAD_S` passed, and another stream could follow; or      HEAD_SENT
-                 the client has the head of an earlier attempt
+                 the client has the head of an earlier attempt, or ours
     HEAD_SENT    the first event, or complete                                   COMMITTED
     COMMITTED    complete, broken, or cut                                       FINISHED
     any          broken, refused, or released: the exchange decides             FINISHED
@@ -40,11 +40,12 @@ from typing import Final, Protocol
 
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.queue.ticket import Ticket
-from lbproxy.core.requests.openai import error_event
+from lbproxy.core.requests.openai import error_event, event_of_response
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.request import DECODE, Usage
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
-from lbproxy.core.responses.sse import BodyScanner, EventScanner, IdScanner
+from lbproxy.core.responses.objects import find_objects
+from lbproxy.core.responses.sse import BodyScanner, EventScanner, IdScanner, find_response_id
 from lbproxy.driver.request_runtime import RequestRuntime
 from lbproxy.net.connections.h1 import PayloadWatcher, ResponseHead
 from lbproxy.net.connections.pool import Connection
@@ -91,10 +92,17 @@ class Requester(Protocol):
         """Where the response goes."""
 
 
+class HeadSender(Protocol):
+    """Who sent the head of a stream to the client, without any of a body."""
+
+    client_reusable: bool
+    """It said that the client's connection lives on."""
+
+
 class RelayOwner(Protocol):
     """The owner of a relay."""
 
-    def head_sent(self) -> None:
+    def head_sent(self, by: HeadSender) -> None:
         """The head of a stream went to the client, alone: any other response must be the body of such a stream."""
 
     def committed(self) -> None:
@@ -151,21 +159,21 @@ class Relay(PayloadWatcher):
         self._progressed = 0
         self._progress_at = 0.0
 
-    def begin(self, turn: Requester, own_fields: str, *, head_sent_by: Relay | None) -> None:
+    def begin(self, turn: Requester, own_fields: str, *, head_sent_by: HeadSender | None) -> None:
         """Relay the response's body. It may be complete, or broken, when this returns.
 
-        `head_sent_by`: the relay that sent a head, of a stream, to the client; this response continues it (see
-        `can_continue`).
+        `head_sent_by`: who sent a head, of a stream, to the client; this response continues it (see `can_continue`).
         """
         head, connection, client, http10 = self._head, self._connection, turn.client, turn.request.http10
         assert client.transport is not None, "a lost client ends its exchange"
         assert connection is not None
         self._transport = client.transport
-        self._chunked = head.chunked and not http10
+        needs_chunks = head_sent_by is not None or (turn.request.keepalive_s > 0.0 and can_continue(head))
+        self._chunked = (head.chunked or needs_chunks) and not http10
         self._verbatim = head.chunked == self._chunked
-        """The client gets the endpoint's bytes unchanged; else the payload without its chunk framing."""
+        """The client gets the endpoint's bytes unchanged; else the payload, in chunks of ours or without any."""
         ends_by_close = not head.chunked and head.length is None
-        self.client_reusable = turn.keep_alive and not http10 and not ends_by_close
+        self.client_reusable = turn.keep_alive and not http10 and (self._chunked or not ends_by_close)
         is_stream = b"text/event-stream" in head.content_type
         route = turn.request.route
         self._scanner = (
@@ -217,11 +225,12 @@ class Relay(PayloadWatcher):
             self._body.feed(data, start, end)
         if self._ids is not None:
             self._look_for_id(self._ids, data, start, end)
-        if not self._verbatim:
+        if not self._verbatim and start < end:
+            piece = chunk(data[start:end]) if self._chunked else data[start:end]
             if self._content_began:
-                self._write(data[start:end])
+                self._write(piece)
             else:
-                self._write_first(data[start:end])
+                self._write_first(piece)
 
     # net.connections.pool.Receiver
 
@@ -264,6 +273,8 @@ class Relay(PayloadWatcher):
             self._write_opening(b"")  # what is held: the end of its first event is missing
         elif self.revocable:
             self._write(b"")
+        if self._in_own_chunks:
+            self._send(LAST_CHUNK)
         self._finish(Outcome.COMPLETED)
 
     def broke(self, error: UpstreamError) -> None:
@@ -297,11 +308,8 @@ class Relay(PayloadWatcher):
         if not self._chunked and self._head.length is None:
             self._reset(outcome)
             return
-        at_boundary = connection is not None and connection.at_boundary
-        readable = self._verbatim and not self._head.encoded
-        if self._scanner is not None and self._scanner.at_boundary and at_boundary and readable:
-            event = error_event(client_error, self._record.path)
-            self._write(b"%x\r\n%s\r\n" % (len(event), event))
+        if self._takes_event(connection):
+            self._write(chunk(error_event(client_error, self._record.path)))
         self._finish(outcome)
         self._transport.close()
 
@@ -326,6 +334,19 @@ class Relay(PayloadWatcher):
         if connection is not None:
             connection.abort()
             self._count()
+
+    def say(self, words: bytes) -> None:
+        """Send a chunk with a comment of lbproxy's own, if it can stand here."""
+        scanner = self._scanner
+        is_readable = scanner is not None and not scanner.is_opaque and self._chunked
+        is_between = self.stage is Stage.COMMITTED and is_readable and self._takes_event(self._connection)
+        if self.stage is Stage.HEAD_SENT or is_between:  # before the commitment all that the client has was whole
+            self._send(words)
+
+    @property
+    def silent_since(self) -> float:
+        """The time from which on nothing came for the client, or up to `PROGRESS_S` before that."""
+        return self._progress_at - PROGRESS_S
 
     # Steps
 
@@ -366,7 +387,7 @@ class Relay(PayloadWatcher):
                 return
             if self._opening.keeps(data, self._scanner):
                 if self.stage is Stage.HEAD_SENT and self._holds_comments:
-                    self._send(self._opening.take())
+                    self._send_ahead(self._opening.take())
                 return
         self._write_opening(data)
 
@@ -387,15 +408,24 @@ class Relay(PayloadWatcher):
             self._write(b"")
             return
         self._enter(Stage.HEAD_SENT)
-        self._send(self._opening.take() if self._holds_comments else self._opening.take_head())
-        self._owner.head_sent()
+        self._send_ahead(self._opening.take() if self._holds_comments else self._opening.take_head())
+        self._owner.head_sent(self)
 
     @property
     def _holds_comments(self) -> bool:
         """What is held is comments, and the body of any other stream could follow them."""
-        scanner, connection = self._scanner, self._connection
-        is_between = scanner is not None and not scanner.events and scanner.at_boundary
-        return is_between and connection is not None and connection.at_boundary
+        return self._takes_event(self._connection) and not self._events
+
+    def _takes_event(self, connection: Connection | None) -> bool:
+        """Whether an event in a chunk of its own can follow what came from the endpoint. `connection`: to it."""
+        if self._scanner is None or not self._scanner.at_boundary:
+            return False
+        return self._in_own_chunks or (self._verbatim and connection is not None and connection.at_boundary)
+
+    @property
+    def _in_own_chunks(self) -> bool:
+        """The client gets chunks, and not the endpoint's."""
+        return self._chunked and not self._verbatim
 
     def _write(self, data: bytes) -> None:
         if self.revocable:
@@ -403,6 +433,11 @@ class Relay(PayloadWatcher):
             self._enter(Stage.COMMITTED)
             data = self._opening.take() + data
             self._owner.committed()
+        self._send(data)
+
+    def _send_ahead(self, data: bytes) -> None:
+        """Send what commits nothing."""
+        self._progress_at = self._runtime.now()
         self._send(data)
 
     def _send(self, data: bytes) -> None:
@@ -489,29 +524,58 @@ def note_objects(runtime: RequestRuntime, ticket: Ticket, found: Iterable[str]) 
             runtime.stores(ticket, one)
 
 
+def note_stored(
+    runtime: RequestRuntime, ticket: Ticket, request: ClientRequest, head: ResponseHead, body: bytes
+) -> None:
+    """Note what a complete response shows its endpoint to have."""
+    if request.route.flatten is None:
+        if is_json(head):
+            note_objects(runtime, ticket, find_objects(body))
+    elif (stored := find_response_id(body)) is not None:
+        runtime.stores(ticket, stored)
+
+
 def can_continue(head: ResponseHead) -> bool:
-    """Whether it is a stream like all others: after its head the body of another can follow, and its body after
-    theirs.
+    """Whether it is a stream like all others: after the head of another, in chunks, its body can follow."""
+    return head.status == 200 and b"text/event-stream" in head.content_type and not head.encoded
+
+
+def end_after_head(client: Client, record: RequestRecord, error: LbError, *, is_ours: bool) -> None:
+    """Send an error event to a client that has the head of a stream and none of a body; its connection closes.
+    `is_ours`: that head; otherwise an endpoint's, whose response the client sees break.
     """
-    return head.status == 200 and head.chunked and b"text/event-stream" in head.content_type and not head.encoded
-
-
-def end_after_head(client: Client, record: RequestRecord, error: LbError) -> None:
-    """Send an error event to a client that has the head of a stream and none of a body; its connection closes."""
     if error.outcome in CUTS:
         record.outcome, text = CUTS[error.outcome]
         client_error = LbError(record.outcome, f"{text} after 0 events")
     else:
         # A retry that lbproxy refuses (queue full, waited too long) says so; its client may try again later.
-        ours = error.outcome is Outcome.INTERNAL_ERROR or error.outcome.value.status == 429
+        ours = is_ours or error.outcome is Outcome.INTERNAL_ERROR or error.outcome.value.status == 429
         record.outcome = error.outcome if ours else Outcome.UPSTREAM_BROKE
         client_error = error if ours else _broken(error.outcome is Outcome.UPSTREAM_TIMEOUT, 0)
-    event = error_event(client_error, record.path)
-    data = b"%x\r\n%s\r\n" % (len(event), event)
+    _end_with(client, record, error_event(client_error, record.path))
+
+
+def end_with_response(client: Client, record: RequestRecord, status: int, body: bytes) -> None:
+    """The same, of a response that cannot continue that stream. An endpoint's 4xx is complete, as it would be alone."""
+    record.error = f"returned {status}, which cannot continue a stream"
+    record.outcome = Outcome.COMPLETED if 400 <= status < 500 else Outcome.UPSTREAM_BROKE
+    _end_with(client, record, event_of_response(status, body, record.path))
+
+
+def _end_with(client: Client, record: RequestRecord, event: bytes) -> None:
+    data = chunk(event)  # and no last one: the stream is not complete
     record.response_bytes += len(data)
     if client.transport is not None and not client.transport.is_closing():
         client.transport.write(data)
         client.transport.close()
+
+
+LAST_CHUNK: Final = b"0\r\n\r\n"
+
+
+def chunk(payload: bytes) -> bytes:
+    """The payload, not empty, as a chunk."""
+    return b"%x\r\n%b\r\n" % (len(payload), payload)
 
 
 def _broken(timed_out: bool, events: int) -> LbError:

@@ -66,6 +66,8 @@ class ClientRequest(NamedTuple):
     """Where the body names its model, if that is known."""
     pieces: Pieces = ()
     """The body, if it is large and was given another model: it is sent piece by piece. `body` is empty then."""
+    keepalive_s: float = 0.0
+    """Seconds of silence after which its client is told that the stream lives; 0 = never."""
 
     def in_one_piece(self) -> ClientRequest:
         """The same, with its pieces joined."""
@@ -86,7 +88,7 @@ class ClientRequest(NamedTuple):
         traced. An endpoint above tier 1 is elsewhere: it gets what `let_out` lets out. `max_tier`: the highest
         tier that the request may go to, which an endpoint that is an lbproxy must know.
         """
-        method, target, _, fields, body, credentials, _, traced, _, _, pieces = self
+        method, target, _, fields, body, credentials, _, traced, _, _, pieces, _ = self
         length = len(body)
         if pieces:
             length = sum(map(len, pieces))

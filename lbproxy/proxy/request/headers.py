@@ -55,13 +55,22 @@ SLOS: Final = frozenset({b"x-llm-d-slo-ttft-ms", b"x-gateway-slo-ttft-ms", b"x-s
 """Other names of `x-lbproxy-slo-ttft-ms`, which overrules them."""
 SWITCHES: Final = frozenset({"websocket", "tcp"})
 """Values of Upgrade, in lower case, after which aiohttp reads no more HTTP."""
+CHECKED: Final = {
+    b"x-lbproxy-tier": (re.compile(rb"[1-9]"), "a number from 1 to 9"),
+    b"x-lbproxy-keepalive": (
+        re.compile(rb"0|[1-9][0-9]?|[1-5][0-9]{2}|600"),
+        "0, or a number of seconds from 1 to 600",
+    ),
+}
+"""Hints that are refused if they cannot be meant: a prompt that is to stay does not go elsewhere because of a typing
+error."""
 HINTS: Final = frozenset(
     {
         b"x-lbproxy-priority",
         b"x-lbproxy-slo-ttft-ms",
         *FLOWS,
         *SLOS,
-        b"x-lbproxy-tier",
+        *CHECKED,
         b"x-session-id",
         *SESSIONS,
         b"x-lbproxy-explain",
@@ -87,7 +96,6 @@ _MEANINGFUL: Final = (
     | {b"accept-encoding", b"content-type", b"content-encoding", b"via", b"max-forwards"}
 )
 _PRIORITY: Final = re.compile(rb"-?[0-9]{1,3}")
-TIER: Final = re.compile(rb"[1-9]")
 _MILLISECONDS: Final = re.compile(rb"[0-9]{1,9}")
 _FLOW: Final = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _TARGET: Final = re.compile(r"/[!\"$-~]*")  # ASCII without white space and fragments
@@ -151,13 +159,13 @@ class RequestFields:
     """The requested protocol, if it is one of `SWITCHES`."""
     accept: bytes = b""
     """For a request to switch to WebSocket: the Sec-WebSocket-Accept that its key requires."""
+    keepalive_s: float | None = None
+    """x-lbproxy-keepalive: the client asks for a comment after each so many seconds of silence; 0 = for none."""
     explain: bool = False
     """x-lbproxy-explain: the client asks for an explanation of the routing decision."""
 
     def read_hint(self, key: bytes, value: bytes) -> None:
-        """Read a field of `HINTS`; `key` in lower case. Raises LbError for a tier that cannot be meant: a prompt that
-        is to stay does not go elsewhere because of a typing error.
-        """
+        """Read a field of `HINTS`; `key` in lower case. Raises LbError for one of `CHECKED` that cannot be meant."""
         if key == b"x-session-id" or (key in SESSIONS and self.session is None):
             self.session = value[:MAX_SESSION_BYTES].decode("latin-1") or None
         elif key in SESSIONS:
@@ -171,16 +179,23 @@ class RequestFields:
         elif key in FLOWS:
             if FLOWS[key] >= self.flow_rank:
                 self.flow, self.flow_rank = value.decode("ascii") if _FLOW.fullmatch(value) else None, FLOWS[key]
-        elif key == b"x-lbproxy-tier":
-            if TIER.fullmatch(value) is None:
-                raise LbError(Outcome.BAD_REQUEST, "x-lbproxy-tier is a number from 1 to 9.")
-            self.max_tier = min(int(value), self.max_tier or int(value))
+        elif key in CHECKED:
+            self._read_checked(key, value)
         elif key == b"x-lbproxy-slo-ttft-ms" or (key in SLOS and self.slo_ttft_s is None):
             self.slo_ttft_s = int(value) / 1000.0 if _MILLISECONDS.fullmatch(value) else None
         elif key in SLOS:
             pass
         else:
             self.priority = int(value) if _PRIORITY.fullmatch(value) else None
+
+    def _read_checked(self, key: bytes, value: bytes) -> None:
+        pattern, what = CHECKED[key]
+        if pattern.fullmatch(value) is None:
+            raise LbError(Outcome.BAD_REQUEST, f"{key.decode()} is {what}.")
+        if key == b"x-lbproxy-tier":
+            self.max_tier = min(int(value), self.max_tier or int(value))
+        else:
+            self.keepalive_s = float(value)
 
 
 def read_request_fields(raw: Iterable[tuple[bytes, bytes]], *, http10: bool = False) -> RequestFields:

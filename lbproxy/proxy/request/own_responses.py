@@ -91,6 +91,13 @@ MAX_LISTS: Final = 64
 """Lists that are kept: each may have megabytes, and clients with models of their own share fewer."""
 
 
+def stream_head(fields: str, *, keep_alive: bool) -> bytes:
+    """The head of an event stream in chunks. `fields`: lines with their CRLF. Proxies pass all on at once."""
+    own = "content-type: text/event-stream\r\ncache-control: no-cache\r\nx-accel-buffering: no\r\n"
+    end = "\r\n" if keep_alive else "connection: close\r\n\r\n"
+    return status_line(200) + f"{own}{fields}transfer-encoding: chunked\r\n{end}".encode("ascii")
+
+
 class ModelList:
     """The bodies of /v1/models. All clients that may see the same models share the list, as long as it is the same: it
     can be megabytes long, and a client may take a minute to read it.

@@ -21,6 +21,7 @@ from lbproxy.net.connections.h1 import LengthSplitter, split_field
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.headers import (
     AS_IT_IS,
+    CHECKED,
     CREDENTIALS,
     FORWARDED,
     HINTS,
@@ -29,7 +30,6 @@ from lbproxy.proxy.request.headers import (
     NOT_FORWARDED,
     OURS,
     REQUEST_ID,
-    TIER,
     X_FORWARDED,
     RequestFields,
 )
@@ -69,7 +69,7 @@ def read_plain(data: bytes, max_body_bytes: int) -> ClientRequest | None:
     if plain is None:
         return None
     path, route, fields = plain
-    read = ("POST", path, route, fields, body, fields.credentials, False, fields.trace, None, None, ())
+    read = ("POST", path, route, fields, body, fields.credentials, False, fields.trace, None, None, (), 0.0)
     return _new(ClientRequest, read)
 
 
@@ -137,7 +137,7 @@ def _read_fields(lines: list[bytes]) -> RequestFields | None:  # noqa: PLR0912 -
         elif name == b"content-type":
             forward.append(line)
             fields.content_type = value.lower()
-        elif name == b"x-lbproxy-tier" and TIER.fullmatch(value) is None:
+        elif name in CHECKED and CHECKED[name][0].fullmatch(value) is None:
             return None
         elif name in HINTS:
             if not name.startswith(OURS):

@@ -69,6 +69,10 @@ class RequestReader:
         self._model_rules = model_rules
         self._flow_rules = FlowRules(settings.flows)
         self._bounds_models = self._flow_rules.bounds_models
+        self._keepalive_s = settings.stream_keepalive
+        parts = settings, settings.flows.default, *settings.flows.named.values(), *settings.models.values()
+        self._has_keepalive = any(one.stream_keepalive for one in parts)
+        """Some clients get it without asking."""
         self._runtime = runtime
         self._served: frozenset[str] = frozenset()
         self._served_until = float("-inf")
@@ -92,7 +96,20 @@ class RequestReader:
         placed = self._placed(record, request, facts, prompt, is_large=large is not None)
         if self._bounds_models and facts.model is None:
             request = request._replace(naming=Naming(()))  # it is placed by a model all the same, and names none
+        if self._has_keepalive or request.fields.keepalive_s:
+            request = request._replace(keepalive_s=self._keepalive_of(request, record))
         return request, placed
+
+    def _keepalive_of(self, request: ClientRequest, record: RequestRecord) -> float:
+        """Seconds of silence after which its client gets a comment; 0 = never. HTTP/1.0 has no chunks to add one."""
+        if request.http10 or request.method == "HEAD":
+            return 0.0
+        said = request.fields.keepalive_s
+        if said is None:
+            said = self._flow_rules.keepalive_of(record.flow or "", record.key)
+        if said is None:
+            said = self._model_rules.settings_of(record.alias, record.model).stream_keepalive
+        return self._keepalive_s if said is None else said
 
     def read(
         self, request: ClientRequest, record: RequestRecord, large: Large | None = None

@@ -9,6 +9,7 @@ import contextlib
 import pytest
 import uvloop
 
+from lbproxy.core.requests.request import Usage
 from lbproxy.core.responses.sse import EventScanner
 from lbproxy.core.responses.usage import StreamUsage
 from lbproxy.net.connections.h1 import ChunkedFraming
@@ -24,7 +25,8 @@ POINTS = [
     *((Relay, name) for name in ("body", "feed", "_write", "_report_progress", "ended", "_finish", "_count")),
     *((Relay, name) for name in ("pause", "_write_first", "_is_refusal", "_release_head")),
     *((EventScanner, "feed"), (StreamUsage, "feed"), (ChunkedFraming, "feed"), (ConnectionPool, "keep")),
-    *((Exchange, name) for name in ("relayed", "committed", "_note_usage", "_enter", "finish")),
+    *((Exchange, name) for name in ("relayed", "committed", "_enter", "finish")),
+    (Usage, "resolved"),
     *((RUNTIME, name) for name in ("progress", "first_byte", "close", "emit")),
 ]
 
@@ -80,7 +82,7 @@ def test_a_defect_after_the_first_byte_never_makes_a_second_answer(
 
 BROKEN = [(RUNTIME, "after_failure"), (RUNTIME, "close"), (Exchange, "_note_failure")]
 USED = b'{"usage":{"prompt_tokens":1,"completion_tokens":1}}'
-WHOLE = [(Exchange, "_own_fields"), (Exchange, "_note_usage"), (RUNTIME, "answered")]
+WHOLE = [(Exchange, "_own_fields"), (Usage, "resolved"), (RUNTIME, "answered")]
 
 
 @interpreted

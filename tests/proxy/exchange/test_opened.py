@@ -64,7 +64,7 @@ class Begun:
         """What the client gets after the head, until its connection ends."""
         return await self.client.reader.read(-1)
 
-    async def told(self, code: str) -> str:
+    async def told(self, code: str | int) -> str:
         """The only thing that follows is an event with this error; its message."""
         rest = await self.rest()
         size, _, after = rest.partition(b"\r\n")
@@ -280,25 +280,83 @@ def test_what_is_held_of_comments_is_bounded() -> None:
     run(main())
 
 
-OTHERS = {
-    "an error": answer(b'{"error":{"message":"no"}}', status=400),
-    "JSON": answer(b'{"ok":true}'),
-    "large JSON": answer(b'{"ok":"%s"}' % (b"x" * 300_000)),
-    "a stream that only closing ends": STREAM_HEAD.replace(b"Transfer-Encoding: chunked\r\n", b""),
+def chunked(response: bytes) -> bytes:
+    """The same response, in chunks of a few bytes."""
+    head, _, body = response.partition(b"\r\n\r\n")
+    lines = [line for line in head.split(b"\r\n") if not line.startswith(b"Content-Length")]
+    chunks = b"".join(chunk(body[at : at + 7]) for at in range(0, len(body), 7))
+    return b"\r\n".join([*lines, b"Transfer-Encoding: chunked", b"", b""]) + chunks + LAST
+
+
+NO = answer(b'{"error":{"message":"no","type":"BadRequestError","code":400}}', status=400)
+OTHERS: dict[str, tuple[bytes, str | int, str, Outcome]] = {
+    "an error": (NO, 400, "no", Outcome.COMPLETED),
+    "an error in chunks": (chunked(NO), 400, "no", Outcome.COMPLETED),
+    "an error that is cut": (chunked(NO)[:-9], 400, "returned status 400", Outcome.COMPLETED),
+    "a page": (answer(b"<p>", status=404, kind="text/html"), 404, "returned status 404", Outcome.COMPLETED),
+    "a failure": (answer(b'{"detail":"late"}', status=504), 504, "late", Outcome.UPSTREAM_BROKE),
+    "JSON": (answer(b'{"ok":true}'), 200, "returned status 200", Outcome.UPSTREAM_BROKE),
+    "large JSON": (answer(b'{"ok":"%s"}' % (b"x" * 300_000)), 200, "returned status 200", Outcome.UPSTREAM_BROKE),
+    "a compressed stream": (
+        answer(b"x" * 9, kind="text/event-stream", more="Content-Encoding: gzip\r\n"),
+        *(200, "returned status 200", Outcome.UPSTREAM_BROKE),
+    ),
 }
 
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_what_cannot_go_on_is_told_as_an_event(other: str) -> None:
-    """No second head, and none of its bytes."""
+    """No second head, and of its bytes only what an error says."""
+    response, code, message, outcome = OTHERS[other]
+
+    async def script(wire: Wire, _: Received) -> None:
+        await wire.send(response)
+        wire.close()
 
     async def main() -> None:
-        async with begun(OTHERS[other]) as it:
+        async with begun(script) as it:
             it.wire.reset()
-            assert "after 0 events" in await it.told("upstream_reset")
-            assert await it.record() == (Outcome.UPSTREAM_BROKE, "e2", 2, 200)
+            assert message in await it.told(code)
+            assert await it.record() == (outcome, "e2", 2, 200)
             assert it.it.records.requests[0].error
             await until(lambda: it.it.in_flight() == 0)
+
+    run(main())
+
+
+EVENTS = b'data: {"choices":[{"finish_reason":"stop"}]}\n\n' + b"data: [DONE]\n\n"
+UNCHUNKED = {
+    "only closing ends it": STREAM_HEAD.replace(b"Transfer-Encoding: chunked\r\n", b"") + EVENTS,
+    "it says how long it is": answer(EVENTS, kind="text/event-stream"),
+    "it ends before its length": answer(EVENTS + b"more", kind="text/event-stream")[:-4],
+    "it is cut": STREAM_HEAD.replace(b"Transfer-Encoding: chunked\r\n", b"") + b'data: {"choices":[{"index":0}]}\n\n',
+}
+
+
+@pytest.mark.parametrize("how", UNCHUNKED)
+def test_a_stream_that_is_not_in_chunks_goes_on_in_chunks(how: str) -> None:
+    """As mlx_lm's server sends it, in HTTP/1.0. Cut, it does not look complete."""
+
+    async def script(wire: Wire, _: Received) -> None:
+        begins = UNCHUNKED[how].index(b"\r\n\r\n") + 13
+        await wire.send(UNCHUNKED[how][:begins])
+        await wire.send(UNCHUNKED[how][begins:])
+        wire.close()
+
+    async def main() -> None:
+        async with begun(script) as it:
+            it.wire.reset()
+            if how in {"it is cut", "it ends before its length"}:
+                got = await it.rest()
+                assert not got.endswith(LAST)
+                assert b"upstream connection lost" in got
+                assert (await it.record())[0] is Outcome.UPSTREAM_BROKE
+            else:
+                assert await it.client._chunks() == EVENTS
+                assert (await it.record())[0] is Outcome.COMPLETED
+                it.first.scripts = {"/v1/chat/completions": STREAM_HEAD + BODY}
+                it.client.send(post(STREAM))
+                assert b"200 OK" in await it.client.head(), "its connection serves another request"
 
     run(main())
 
@@ -342,7 +400,7 @@ class Sent:
 def test_a_retry_that_lbproxy_refuses_keeps_its_code(outcome: Outcome, recorded: Outcome, code: str) -> None:
     """Not that of the connection that was lost before: nothing is wrong with the endpoints any more."""
     record, transport = RequestRecord("id", "POST", "/v1/chat/completions", "client", 0.0), Sent()
-    end_after_head(cast("Any", SimpleNamespace(transport=transport)), record, LbError(outcome))
+    end_after_head(cast("Any", SimpleNamespace(transport=transport)), record, LbError(outcome), is_ours=False)
     assert record.outcome is recorded
     assert code.encode() in transport.data
     assert transport.closed
