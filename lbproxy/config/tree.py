@@ -103,8 +103,7 @@ class Settings(Section):
     timeouts: TimeoutSettings = TimeoutSettings()
     """How long each phase of a request may take."""
     stream_keepalive: Keepalive = 0.0
-    """Clients of event streams get a comment when they heard nothing for so long, while their requests wait, too. 0 =
-    none."""
+    """Clients of event streams that heard nothing for so long get a comment: docs/failures.md. 0 = none."""
     limits: LimitSettings = LimitSettings()
     """Limits of what lbproxy holds in memory for clients."""
     dns: DnsSettings = DnsSettings()

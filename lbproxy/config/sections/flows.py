@@ -46,7 +46,7 @@ class FlowSettings(Section):
     """The models that its clients see and may name: names, aliases among them, and patterns with `*`. null = all. Holds
     for the API key of that name, too, like `max_tier`."""
     stream_keepalive: Keepalive | None = None
-    """As at the top level, likewise for the API key of that name. null = as the model says, or the top level."""
+    """As at the top level, also for the API key of that name."""
 
     @field_validator("models", mode="after")
     @classmethod

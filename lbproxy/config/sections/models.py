@@ -29,7 +29,7 @@ class ModelSettings(ShortSection):
     split: dict[str, Share] | None = None
     """Models and weights: each request is sent as one of them, those of one x-session-id as the same."""
     stream_keepalive: Keepalive | None = None
-    """As at the top level. null = as that."""
+    """As at the top level."""
 
     @model_validator(mode="before")
     @classmethod

@@ -70,8 +70,11 @@ class RequestReader:
         self._flow_rules = FlowRules(settings.flows)
         self._bounds_models = self._flow_rules.bounds_models
         self._keepalive_s = settings.stream_keepalive
-        parts = settings, settings.flows.default, *settings.flows.named.values(), *settings.models.values()
-        self._has_keepalive = any(one.stream_keepalive for one in parts)
+        self._has_keepalive = (
+            self._keepalive_s > 0.0
+            or any(one.stream_keepalive for one in (settings.flows.default, *settings.flows.named.values()))
+            or any(one.stream_keepalive for one in settings.models.values())
+        )
         """Some clients get it without asking."""
         self._runtime = runtime
         self._served: frozenset[str] = frozenset()

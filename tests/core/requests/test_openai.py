@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lbproxy.core.requests.models import resolve
-from lbproxy.core.requests.openai import error_body, model_list, place_for_name, read_json_body, read_model_list
+from lbproxy.core.requests.openai import (
+    error_body,
+    event_of_response,
+    model_list,
+    place_for_name,
+    read_json_body,
+    read_model_list,
+)
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.outline import MAX_DEPTH
 
@@ -181,6 +188,40 @@ def test_errors_have_openais_shape() -> None:
     assert json.loads(error_body(LbError(Outcome.MODEL_NOT_FOUND, "no", param="model"))) == {
         "error": {"message": "no", "type": "invalid_request_error", "param": "model", "code": "model_not_found"}
     }
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "message", "more"),
+    [
+        (400, b'{"error":{"message":"m","type":"t","param":"p","code":"c"}}', "m", ("t", "p", "c")),
+        (400, b'{"object":"error","message":"m","type":"BadRequest","code":400}', "m", ("BadRequest", None, 400)),
+        (422, b'{"detail":"m"}', "m", ("invalid_request_error", None, 422)),
+        (500, b'{"error":"m"}', "m", ("server_error", None, 500)),
+        (200, b'{"error":{"message":"m\\n\\ndata: x","code":503}}', "m\n\ndata: x", ("server_error", None, 503)),
+        (200, b'{"message":"m"}', None, ("server_error", None, 200)),
+        (404, b'{"error":{"message":{"a":1}}}', None, ("invalid_request_error", None, 404)),
+        (422, b'{"detail":[{"loc":1}]}', None, ("invalid_request_error", None, 422)),
+        (502, b"<html>" + b"[" * 5000, None, ("server_error", None, 502)),
+        (400, b"[]", None, ("invalid_request_error", None, 400)),
+    ],
+)
+def test_what_a_server_says_in_place_of_a_stream_is_one_event(
+    status: int, body: bytes, message: str | None, more: tuple[object, ...]
+) -> None:
+    """In either API's form, with the server's words where it has some."""
+    event = event_of_response(status, body, "/v1/completions")
+    assert (event.startswith(b"data: "), event.count(b"\n"), event.endswith(b"\n\n")) == (True, 2, True)
+    said = json.loads(event[6:])["error"]
+    assert said["message"] == (message or f"The model server returned status {status}, and no event stream.")
+    assert (said["type"], said["param"], said["code"]) == more
+    event = event_of_response(status, body, "/v1/messages")
+    assert event.startswith(b"event: error\ndata: ")
+    other = json.loads(event.partition(b"data: ")[2])
+    assert (other["type"], other["error"]["message"]) == ("error", said["message"])
+    kinds = {400: "invalid_request_error", 404: "not_found_error"}
+    assert other["error"]["type"] == (
+        kinds.get(status, "invalid_request_error") if 400 <= status < 500 else "api_error"
+    )
 
 
 def test_every_outcome_that_lbproxy_answers_has_all_that_an_answer_needs() -> None:

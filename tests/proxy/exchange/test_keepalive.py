@@ -11,11 +11,11 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, cast
 
 import pytest
 
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.proxy.exchange.exchange import Exchange
 from lbproxy.proxy.exchange.keepalive import COMMENT, PING
 from tests.support.aio import run, until
 from tests.support.endpoint import (
@@ -152,8 +152,7 @@ def test_without_the_setting_nothing_is_sent() -> None:
             client.send(post(STREAM))
             await until(lambda: one.requests)
             (turn,) = [one.turn for one in it.front._clients()]
-            assert isinstance(turn, Exchange)
-            assert turn._keepalive is None
+            assert cast("Any", turn)._keepalive is None
             release.set()
             assert b"x-lbproxy-endpoint: e1" in await client.head()
 
