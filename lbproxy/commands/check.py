@@ -52,7 +52,7 @@ MAX_NAMES_SHOWN = 10
 
 
 async def check(settings: Settings, console: Console | None = None) -> int:
-    """Dial every endpoint and print what was found. Returns 0 if at least one endpoint can be used, else 1.
+    """Dial every endpoint and print what was found. Returns 0 if at least one can be used, or there are none; else 1.
 
     Raises ConfigError if the files that the settings name cannot be used, or a package that they need is missing.
     """
@@ -96,6 +96,9 @@ async def check(settings: Settings, console: Console | None = None) -> int:
     ):
         console.print(Text(f"\n{plain(warning)}", style="yellow"))
     usable = sum(one.usable for one in found)
+    if not settings.endpoints:
+        console.print("\nThere are no endpoints until some register (`lbproxy register`).")
+        return 0
     console.print(f"\n{usable} of {len(found)} endpoints can be used.")
     return 0 if usable else 1
 

@@ -68,6 +68,12 @@ def test_a_good_server() -> None:
     assert "reachable  no; health:" in output
 
 
+def test_settings_without_endpoints_wait_for_some_that_register() -> None:
+    console = Console(width=200, record=True, file=None, highlight=False, force_terminal=False)
+    assert run(check(parse("endpoints: []", environ={}), console)) == 0
+    assert "There are no endpoints until some register" in console.export_text()
+
+
 def test_what_is_missing_and_what_that_costs() -> None:
     lora = b'vllm:lora_requests_info{max_lora="?",running_lora_adapters="a"} 1\n'
     code, output = checked({"/health": OK, "/metrics": page(b"vllm:num_requests_running 1234567\n" + lora)})

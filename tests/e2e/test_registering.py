@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -54,6 +55,11 @@ def until(true: Callable[[], Any], within_s: float = 90.0) -> Any:
     return found
 
 
+def state_of(admin: str) -> dict[str, Any]:
+    found: dict[str, Any] = httpx.get(f"{admin}/admin/state", headers=BEARER, timeout=20).json()
+    return found
+
+
 def endpoints(admin: str) -> dict[str, dict[str, Any]]:
     """Those that are no more leaving, by name."""
     try:
@@ -85,12 +91,18 @@ def test_a_server_that_registers_is_used_until_it_stops(tmp_path: Path, workers:
             lbproxy.wait_for("settings reloaded")
             assert [*endpoints(admin)] == [name]
             assert status_of_a_request(listen) == 200
-            pid = httpx.get(f"{admin}/admin/state", headers=BEARER).json()["pid"]
+            pid = state_of(admin)["pid"]
             lbproxy.process.send_signal(signal.SIGUSR2)
             lbproxy.wait_for("the new process accepts connections")
-            until(lambda: httpx.get(f"{admin}/admin/state", headers=BEARER).json()["pid"] != pid)
+            until(lambda: state_of(admin)["pid"] != pid)
             assert [*endpoints(admin)] == [name], "handed over"
             until(lambda: status_of_a_request(listen) == 200)
+            if workers:
+                pid = state_of(admin)["pid"]
+                os.kill(pid, signal.SIGKILL)
+                until(lambda: name in endpoints(admin) and state_of(admin)["pid"] != pid)
+                assert endpoints(admin)[name]["from"] == "registered", "the next balancer process knows it"
+                until(lambda: status_of_a_request(listen) == 200)
             assert register.stop() == 0
             register.wait_for(f"removed {name}; what runs there finishes")
         assert endpoints(admin) == {}
