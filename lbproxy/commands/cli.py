@@ -346,6 +346,12 @@ def _demo(args: argparse.Namespace) -> int:
         other = "--replicas" if args.replicas else "--traffic"
         print(f"lbproxy demo: --disaggregated cannot be used with {other}", file=sys.stderr)
         return 1
+    from lbproxy.demo.taken import find_taken  # noqa: PLC0415
+
+    taken = asyncio.run(find_taken(args.listen, args.admin, sys.argv[1:], count=args.replicas or 1))
+    if taken is not None:
+        print(f"lbproxy demo: {taken}", file=sys.stderr)
+        return 1
     if args.replicas:
         return _demo_replicas(args)
     if args.traffic:

@@ -63,7 +63,7 @@ def summary(state: Fields) -> Text:
     if not state["settings"]["accepted"]:
         text.append("  settings refused", style="red")
     oldest = "" if queue["oldest_s"] is None else f", the oldest for {queue['oldest_s']:.1f} s"
-    text.append(f"\n{state['running']} running, ")
+    text.append(f"\n{max(0, state['running'] - queue['waiting'])} running, ")  # the API's `running` are all that are open
     text.append(f"{queue['waiting']} waiting{oldest}", style="yellow" if queue["waiting"] else "")
     if point is not None:
         first_byte = point["first_byte_ms"]
@@ -175,7 +175,7 @@ def _row(one: Fields, *, with_roles: bool) -> Iterator[RenderableType]:
     yield _percent(one["kv_utilization"])
     yield _number(recent.get("first_byte_ms"))
     off = recent.get("first_byte_off")
-    yield Text("-" if off is None else f"{off:.1f}x", style="yellow" if off and not 0.5 <= off <= 2.0 else "")
+    yield Text("-" if off is None else f"{off:.1f}x", style="yellow" if off and off > 2.0 else "")
     yield _percent(recent.get("hit_ratio"))
     yield _number(learned.get("wait_ms"))
     yield _number(None if speed is None else 1000.0 * speed)
@@ -378,8 +378,8 @@ def _outcome(found: Fields) -> Table:
     table.add_column("")
     table.add_column("predicted", justify="right")
     table.add_column("observed", justify="right")
-    what = "first byte, ms" if found["stream"] else "first byte, ms (non-streaming: the end)"
-    table.add_row(what, _tenth(predicted["first_byte_ms"]), _tenth(observed["first_byte_ms"]))
+    seen = observed["first_byte_ms"] if found["stream"] else None  # else that is the end of the response
+    table.add_row("first byte, ms", _tenth(predicted["first_byte_ms"]), _tenth(seen))
     of = "" if observed["prompt_tokens"] is None else f" of {observed['prompt_tokens']:,}"
     cached = "-" if observed["cached_tokens"] is None else f"{observed['cached_tokens']:,}"
     table.add_row(f"cached prompt tokens{of}", _number(predicted["cached_tokens"]), cached)

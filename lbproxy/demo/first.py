@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import sys
 import tempfile
 from functools import partial
 from typing import Final
@@ -18,7 +17,7 @@ from urllib.parse import urlsplit
 from lbproxy.config.addresses import ADMIN
 from lbproxy.config.parse import parse
 from lbproxy.control.admin.made_token import FOLDER, dashboard_link, file_name, read_token
-from lbproxy.demo.taken import in_options
+from lbproxy.demo.taken import program
 from lbproxy.processes import app
 from lbproxy.processes.control import Text
 from lbproxy.processes.supervisor import supervise, worker_count
@@ -58,13 +57,10 @@ async def run_demo(
         )
         invite = partial(_invite, disaggregated, folder)
         settings = parse(text, environ={}, source="demo")
-        try:
-            if worker_count(settings) > 1:
-                await supervise(settings, Text(text, "demo"), orders=app.Orders(stop), on_ready=invite)
-            else:
-                await app.serve(settings, orders=app.Orders(stop), on_ready=invite)
-        except OSError as error:
-            raise OSError(in_options(str(error))) from error
+        if worker_count(settings) > 1:
+            await supervise(settings, Text(text, "demo"), orders=app.Orders(stop), on_ready=invite)
+        else:
+            await app.serve(settings, orders=app.Orders(stop), on_ready=invite)
     finally:
         for server in servers.values():
             await server.close()
@@ -117,7 +113,6 @@ Metrics: curl -s {at.admin_url}/metrics"""
 
 def _commands(at: app.Listening) -> str:
     """Those that show and steer it; with its address, if that is not their default."""
-    program = sys.argv[0] if sys.argv[0].endswith("lbproxy") else "lbproxy"
     own = "" if at.admin_url == f"http://{ADMIN}" else f" --admin {at.admin_url}"
     commands = {
         "status": "the servers and how they are",
@@ -127,7 +122,7 @@ def _commands(at: app.Listening) -> str:
         f"undrain {SERVERS[1]}": "requests for it again",
     }
     width = max(map(len, commands))
-    return "\n".join(f"    {program} {f'{one}{own}':{width + len(own)}}  # {what}" for one, what in commands.items())
+    return "\n".join(f"    {program()} {f'{one}{own}':{width + len(own)}}  # {what}" for one, what in commands.items())
 
 
 def _invitation(at: app.Listening, page: str) -> str:

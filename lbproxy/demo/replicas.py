@@ -22,7 +22,6 @@ import aiohttp
 
 from lbproxy.control.admin.made_token import dashboard_link, read_token
 from lbproxy.demo.fleet import POLL_S, STARTS_S, FleetError, Program
-from lbproxy.demo.taken import in_options
 from lbproxy.extras.installing import needs
 from lbproxy.sim.mock.http import MockOptions, MockServer
 
@@ -118,7 +117,7 @@ async def run_replicas(options: ReplicasOptions, store: str, stop: asyncio.Event
             running.cancel()
             stopping.cancel()
     except* FleetError as group:
-        raise FleetError(in_options("\n".join(map(str, leaves(group))))) from None
+        raise FleetError("\n".join(map(str, leaves(group)))) from None
 
 
 def leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:

@@ -16,7 +16,6 @@ import aiohttp
 
 from lbproxy.demo.fleet import DemoFleet, Fields, FleetError
 from lbproxy.demo.load import DemoLoad, Figures, of_all, of_phase, shares
-from lbproxy.demo.taken import in_options
 from lbproxy.demo.timeline import SLOWNESS, Timeline, Verb, bad_night, names
 from lbproxy.sim.workloads.mix import ADAPTERS, everyday
 
@@ -101,7 +100,7 @@ async def run_traffic(options: TrafficOptions, stop: asyncio.Event, show: Callab
             night.cancel()
             stopping.cancel()
     except* FleetError as group:
-        raise FleetError(in_options(str(_first(group)))) from None
+        raise FleetError(str(_first(group))) from None
     return None if night.cancelled() else night.result()
 
 

@@ -163,6 +163,17 @@ def test_what_is_unknown_is_a_dash_and_never_0() -> None:
     assert drawn(fleet([unknown]))[1].split() == ["new", "up", "0", *"-----------"]
 
 
+def test_requests_that_wait_are_not_said_to_run() -> None:
+    busy = state([endpoint("a")], running=52, queue={"waiting": 50, "oldest_s": 1.0})
+    assert "2 running, 50 waiting, the oldest for 1.0 s" in drawn(summary(busy))[1]
+
+
+def test_off_is_marked_where_a_server_is_slower_than_predicted() -> None:
+    table = fleet([endpoint("a", recent={"first_byte_off": off, "hit_ratio": None}) for off in (0.4, 1.9, 2.1)])
+    cells = [*next(one for one in table.columns if one.header == "off").cells]
+    assert [(str(one), one.style) for one in cells] == [("0.4x", ""), ("1.9x", ""), ("2.1x", "yellow")]  # type: ignore[union-attr]
+
+
 def test_nothing_from_outside_moves_the_cursor() -> None:
     """A client chooses its request id's neighbours: the model, the path. A server words its errors."""
     evil = "\x1b[2Jx\r\n\x07"
@@ -193,6 +204,9 @@ def test_nothing_from_outside_moves_the_cursor() -> None:
     }
     text = "\n".join([*lines, *drawn(explanation(request))])
     assert "costs in" not in text, "they have no unit"
+    for stream, seen in ((True, "45.0"), (False, "-")):  # the first byte of what is no stream is its end
+        told = explanation(request | {"stream": stream, "observed": request["observed"] | {"first_byte_ms": 45.0}})
+        assert any(line.split() == ["first", "byte,", "ms", "-", seen] for line in drawn(told))
     assert any(line.startswith("costs in ms cost") for line in drawn(explanation(request | in_ms(decision))))
     assert text.count("asked for as") == text.count("  flow ") == 1
     assert "asked for" not in "\n".join(drawn(explanation(request | {"alias": None, "flow": "anonymous"})))

@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
+from contextlib import ExitStack
 
 import pytest
 
 from lbproxy.commands.cli import main
-from lbproxy.demo.taken import in_options
+from lbproxy.demo.taken import find_taken
 from lbproxy.demo.timeline import Verb, bad_night, names
 from lbproxy.demo.traffic import SERVERS
+from tests.support.aio import run
 from tests.support.process import LBPROXY
 
 
@@ -26,11 +29,38 @@ def test_help_says_how_many_are_drained(capsys: pytest.CaptureFixture[str]) -> N
     assert "HOST:PORT or http://HOST:PORT (default: 127.0.0.1:9901)" in said
 
 
-def test_other_troubles_stay_as_they_are() -> None:
-    assert in_options("cannot listen on a:1 (metrics): no") == "cannot listen on a:1 (metrics): no"
-    assert in_options("x\ny: cannot listen on a:1 (admin): no\nz") == (
-        "x\ny: cannot listen on a:1: no; say another: lbproxy demo --admin HOST:PORT\nz"
-    )
+def taken_port(stack: ExitStack) -> str:
+    return f"127.0.0.1:{stack.enter_context(socket.create_server(('127.0.0.1', 0))).getsockname()[1]}"
+
+
+def test_all_addresses_that_are_taken_are_named_at_once_with_a_command_that_works() -> None:
+    """Who obeys must not be refused a second time."""
+    with ExitStack() as stack:
+        listen, admin = taken_port(stack), taken_port(stack)
+        arguments = ["demo", "--workers", "2", f"--listen={listen}"]
+        first, second, command = (run(find_taken(listen, admin, arguments)) or "").splitlines()
+        assert first == f"cannot listen on {listen} (--listen): address already in use"
+        assert second == f"cannot listen on {admin} (--admin): address already in use"
+        found = re.fullmatch(
+            r"this would work: lbproxy demo --workers 2 --listen (127.0.0.1:\d+) --admin (127.0.0.1:\d+)", command
+        )
+        assert found is not None
+        assert found[1] != found[2]
+        assert run(find_taken(found[1], found[2], ["demo"])) is None
+
+
+def test_what_is_free_stays_and_replicas_need_as_many_ports() -> None:
+    with ExitStack() as stack:
+        taken = taken_port(stack)
+        port = int(taken.rpartition(":")[2])
+        admin = f"127.0.0.1:{port - 3}"
+        said = run(find_taken(f"127.0.0.1:{port - 1}", "127.0.0.1:0", ["demo", "--admin", admin], count=2)) or ""
+        assert said.startswith("cannot listen on 127.0.0.1:")
+        assert f"demo --admin {admin} --listen 127.0.0.1:" in said
+
+
+def test_an_address_that_no_port_helps_gets_no_command() -> None:
+    assert "work" not in (run(find_taken("192.0.2.1:8080", "127.0.0.1:0", ["demo"])) or "")
 
 
 @pytest.mark.parametrize(("option", "traffic"), [("--listen", []), ("--admin", []), ("--admin", ["--traffic"])])
@@ -43,9 +73,7 @@ def test_a_taken_port_leads_to_the_option_of_the_demo(option: str, traffic: list
             [*LBPROXY, "demo", *traffic, *arguments], capture_output=True, text=True, timeout=120, check=False
         )
     assert done.returncode == 1
-    assert (
-        f"cannot listen on {where}: address already in use; say another: lbproxy demo {option} HOST:PORT" in done.stderr
-    )
+    assert f"cannot listen on {where} ({option}): address already in use\nthis would work: " in done.stderr
 
 
 @pytest.mark.parametrize("other", [["--traffic"], ["--replicas", "2"]])

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from lbproxy.core.policies.adaptive import COPY
 from lbproxy.core.policies.explain import Decision
 from lbproxy.core.queue.ticket import Overflow
 
@@ -20,7 +21,7 @@ LESS: Final[Mapping[str, str]] = {
     "stall": "the prompt delays fewer other responses than at {}",
     "decode": "its response is faster than from {}",
     "slow_down": "the request slows fewer other responses down than at {}",
-    "cache_space": "the prompt takes less of a scarce cache than at {}",
+    "cache_space": "storing the prompt there would displace less of what is cached than at {}",
     "space_wait": "its cache has space sooner than that of {}",
     "adapter": "the request waits less for its adapter than at {}",
     "transfer": "the KV cache of the prompt arrives sooner than at {}",
@@ -48,8 +49,8 @@ def because(made: Decision, prompt_tokens: int | None) -> str:
 
 
 def _among_candidates(made: Decision, prompt_tokens: int | None) -> str:
-    if made.cost is None:
-        return "it was the only candidate"
+    if made.cost is None or made.candidates == 1:
+        return "it was the only one that could take it"
     limit = min(made.costs) + made.policy.tolerance
     if made.cost > limit:
         return "what would cost less would begin it later"
@@ -99,19 +100,24 @@ def advantage(
     ours, theirs = cached
     if ours is not None and theirs is not None and ours > theirs and name in CACHE_PARTS:
         saved_share = lower[name] / other[name]
-        if _explains(ours, theirs, saved_share, prompt_tokens):
+        times = COPY if name == "cache_space" else 1.0
+        if _explains(ours, theirs, saved_share, prompt_tokens, times):
             return _of_the_prompt(ours, prompt_tokens)
     words = LESS.get(name)
     return f"less for `{name}` than {following}" if words is None else words.format(following)
 
 
-def _explains(ours: float, theirs: float, saved_share: float, prompt_tokens: int | None) -> bool:
-    """Whether that more is cached makes most of a difference. `saved_share`: of the other's part."""
+def _explains(ours: float, theirs: float, saved_share: float, prompt_tokens: int | None, times: float) -> bool:
+    """Whether that more is cached makes most of a difference. `saved_share`: of the other's part. `times`: as much does
+    a token cost the other that is cached here as one that is not.
+    """
     if prompt_tokens is None:
         return True
     if prompt_tokens <= theirs:
         return False
-    return (min(ours, prompt_tokens) - theirs) / (prompt_tokens - theirs) >= CACHED_SHARE * saved_share
+    ours = min(ours, prompt_tokens)
+    more = times * (ours - theirs)
+    return more / (more + prompt_tokens - ours) >= CACHED_SHARE * saved_share
 
 
 def _of_the_prompt(cached: float, prompt_tokens: int | None) -> str:

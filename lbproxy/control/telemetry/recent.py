@@ -44,6 +44,8 @@ DRAINING: Final = "draining"
 """Stands among the states of health in a list of transitions."""
 PREFIX: Final = re.compile("^(?:chat)?cmpl-")
 """vLLM's, before the `x-request-id` that came with the request: the id of its response."""
+MIN_BEGIN: Final = 4
+"""Characters of an id by which a request is found."""
 ATTEMPT: Final = re.compile("[.][0-9]{1,3}$")
 """See `RequestRecord.attempt_id`."""
 WAITS: Final[dict[Wait, str]] = {
@@ -116,7 +118,7 @@ class Recent:
 
     def explain(self, request_id: str) -> Fields | None:
         """All that is known of one request, also of one that runs or waits. `request_id`: as an engine knows it; or as
-        its client does, of several the newest.
+        its client does, of several the newest; or the begin of one id alone, as tables cut them.
         """
         whole = {request_id, ATTEMPT.sub("", request_id)}
         ids = {*whole, *(PREFIX.sub("", one) for one in whole)}
@@ -125,6 +127,8 @@ class Recent:
         found = next((at for at, one in enumerate(known) if one.id in ids), -1)
         if found < 0:
             found = next((at for at, one in enumerate(known) if one.request_id == request_id), -1)
+        if found < 0:
+            found = _begins(request_id.removesuffix("…"), known)
         if found < 0:
             return None
         record = known[found]
@@ -142,6 +146,14 @@ class Recent:
                 if record.prefill is not None and record.prefill != record.endpoint:
                     groups[record.prefill].append(record)
         return {name: _digest(name, records) for name, records in groups.items()}
+
+
+def _begins(text: str, known: Sequence[RequestRecord]) -> int:
+    """The index of the only request, or the newest of one client's id, that begins so; -1: none, or several."""
+    bare = PREFIX.sub("", text)
+    found = [at for at, one in enumerate(known) if one.request_id.startswith(text) or one.id.startswith(bare)]
+    enough = len(bare) >= MIN_BEGIN and len({known[at].request_id for at in found}) == 1
+    return found[0] if enough else -1
 
 
 def _digest(name: str, records: list[RequestRecord]) -> Fields:

@@ -477,6 +477,19 @@ def test_a_request_is_found_by_the_id_of_its_response(known: str) -> None:
     assert recent.explain("chatcmpl-") is None
 
 
+@pytest.mark.parametrize(
+    ("begin", "found"),
+    [("4c98…", "4c98a8b6a33c"), ("chatcmpl-4c98a", "4c98a8b6a33c"), ("4c9", None), ("nigh", None), ("", None)],
+)
+def test_a_request_is_found_by_the_begin_of_its_id_if_that_is_enough(begin: str, found: str | None) -> None:
+    """Tables cut ids, and people type half of one; what fits two requests must not show the wrong one."""
+    recent = Recent(10, lambda: 20.0, list)
+    recent.ended([record("4c98a8b6a33c"), record("night-1"), record("night-2"), record("night-1")])
+    explained = recent.explain(begin)
+    assert (explained and explained["id"]) == found
+    assert (recent.explain("night-1") or {})["id"] == "night-1"
+
+
 def test_a_request_that_was_held_says_for_which_endpoint_and_why() -> None:
     recent = Recent(10, lambda: 20.0, list)
     recent.ended([record("any"), record("held", wait=Wait.HELD, held_for="e2", full_by="requests")])

@@ -51,7 +51,8 @@ def explained(
 @pytest.mark.parametrize(
     ("policy", "costs", "candidates", "because"),
     [
-        ("adaptive", [5.0], 1, "it was the only candidate"),
+        ("adaptive", [5.0], 1, "it was the only one that could take it"),
+        ("adaptive", [50.0, 5.0], 1, "it was the only one that could take it"),  # a policy that may refuse prices it
         ("adaptive", [50.0, 5.0, 7.0], 3, "it had the lowest cost"),
         ("adaptive", [5.0, 5.9, 7.0], 3, "2 cost about the same, and it had gone longest without a request"),
         ("adaptive", [5.0, 5.0], 9, "2 or more cost about the same, and it had gone longest without a request"),
@@ -65,8 +66,8 @@ def test_a_choice_has_a_reason(policy: str, costs: list[float], candidates: int,
 
 def test_each_reason_to_overflow_is_said_before_the_choice_within_the_tier() -> None:
     said = {overflow: str(explained("adaptive", [5.0], overflow=overflow)["because"]) for overflow in Overflow}
-    assert said[Overflow.DOWN] == "no endpoint of a lower tier took requests; it was the only candidate"
-    assert all(one.endswith("; it was the only candidate") for one in said.values())
+    assert said[Overflow.DOWN] == "no endpoint of a lower tier took requests; it was the only one that could take it"
+    assert all(one.endswith("; it was the only one that could take it") for one in said.values())
     assert len({*said.values()}) == len(Overflow)
 
 
@@ -88,6 +89,15 @@ def test_costs_have_a_unit_where_it_has_a_name(policy: str, unit: str | None) ->
             "2,458 tokens of the prompt are expected in its cache",
         ),
         ({"cache_space": 0.1}, {"cache_space": 9.0}, (2000.0, 0.0), 2522, f"2,000 of 2,522 {CACHED}"),
+        # Caches that are equally full: what is cached here alone costs four times as much space elsewhere.
+        ({"cache_space": 0.7}, {"cache_space": 1.9}, (300.0, 0.0), 1000, f"300 of 1,000 {CACHED}"),
+        (
+            {"cache_space": 0.7},
+            {"cache_space": 1.9},
+            (0.0, 0.0),
+            1000,
+            "storing the prompt there would displace less of what is cached than at gpu-2",
+        ),
         ({"prefill": 100.0}, {"prefill": 200.0}, (100.0, 0.0), 2522, "it computes the prompt sooner than gpu-2"),
         ({"prefill": 100.0}, {"prefill": 200.0}, (None, None), 2522, "it computes the prompt sooner than gpu-2"),
         ({"prefill": 100.0}, {"prefill": 200.0}, (500.0, 500.0), 2522, "it computes the prompt sooner than gpu-2"),

@@ -130,7 +130,7 @@ function drawUp(frame) {
 }
 function drawFacts(frame) {
   put(at("version"), plain(frame.version));
-  put(at("facts"), `${plain(frame.policy)} · up ${duration(frame.uptime_s)} · ${count(frame.running, "request")} running · ${count(frame.client_connections, "client connection")}${frame.workers.length ? ` · ${count(frame.workers.length, "worker")} at ${frame.workers.map((one) => `${Math.round(100 * one.cpu_share)} %`).join(", ")} of a core` : ""}`);
+  put(at("facts"), `${plain(frame.policy)} · up ${duration(frame.uptime_s)} · ${count(Math.max(0, frame.running - frame.queue.waiting), "request")} running · ${count(frame.client_connections, "client connection")}${frame.workers.length ? ` · ${count(frame.workers.length, "worker")} at ${frame.workers.map((one) => `${Math.round(100 * one.cpu_share)} %`).join(", ")} of a core` : ""}`);
   const warnings = [];
   if (frame.stopping) warnings.push("Stopping: no new connections soon.");
   if (!frame.settings.accepted) warnings.push("The newest settings were refused; the old ones are in force.");
@@ -272,9 +272,9 @@ function* explanation(found) {
   let attempt = 0;
   for (const made of found.decisions) yield* decision(made, (attempt += made.second_leg ? 0 : 1));
   if (!found.decisions.length) return;
-  const rows = [[found.stream ? "first byte, ms" : "first byte, ms (non-streaming: the end)", "first_byte_ms"], [`cached prompt tokens${found.observed.prompt_tokens === null ? "" : ` of ${number(found.observed.prompt_tokens)}`}`, "cached_tokens"]];
+  const rows = [["first byte, ms", "first_byte_ms"], [`cached prompt tokens${found.observed.prompt_tokens === null ? "" : ` of ${number(found.observed.prompt_tokens)}`}`, "cached_tokens"]];
   if (found.lately) yield node("p", { class: "dim" }, latelyOf(found));
-  yield scrolled(["", "predicted", "observed"], rows.map(([head, key]) => [head, number(found.predicted[key], 1), number(found.observed[key], 1)]));
+  yield scrolled(["", "predicted", "observed"], rows.map(([head, key]) => [head, number(found.predicted[key], 1), found.stream || key !== "first_byte_ms" ? number(found.observed[key], 1) : "–"]));
 }
 /** How right the predictions for its endpoint have been; empty if nothing was predicted. */
 function latelyOf({ endpoint, lately }) {
