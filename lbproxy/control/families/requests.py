@@ -42,6 +42,8 @@ FIRST_BYTE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0, 1
 QUEUE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 10.0, 30.0)
 
 _BROKEN: Final = {one.label for one in (Outcome.UPSTREAM_BROKE, Outcome.CUT)}
+_STATUSES: Final = {one.label: one.value.status for one in Outcome}
+"""What a client would have got that had no head yet."""
 _CODES_SHOWN: Final = frozenset(map(int, HTTPStatus)) | {one.value.status for one in Outcome}
 
 
@@ -209,9 +211,10 @@ class RequestCounts:
         totals.prompt_tokens, totals.cached_tokens = self._tokens.told, self._tokens.told_cached
         for (_, outcome, status), count in self._series.by_route.items():
             totals.requests += count
-            if status >= 500 or outcome in _BROKEN:
+            worst = max(status, _STATUSES[outcome])
+            if worst >= 500 or outcome in _BROKEN:
                 totals.errors += count
-            elif status == 429:
+            elif worst == 429:
                 totals.rejected += count
         for times in self._times.values():
             for index, count in enumerate(times.streaming.counts):

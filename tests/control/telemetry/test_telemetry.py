@@ -155,6 +155,16 @@ def test_the_page_of_many_endpoints_reads_few_of_them_in_one_turn() -> None:
         assert len(page["lbproxy_endpoint_held_requests"]) == 2, "of the last turn, too"
 
 
+def test_a_request_that_failed_after_its_head_is_an_error_or_rejected_whatever_its_status() -> None:
+    """Of the dashboard's plots: the client of a stream has 200 by then (`stream_keepalive`)."""
+    with telemetry(seen(1, "m")) as (made, _):
+        made.ended([record(), record(status=400), refused(Outcome.MODEL_NOT_FOUND, status=200)])
+        made.ended([refused(one, status=200) for one in (Outcome.EXPIRED, Outcome.TOO_LATE)])
+        made.ended([refused(one, status=200) for one in (Outcome.NO_ENDPOINTS, Outcome.INTERNAL_ERROR, Outcome.CUT)])
+        totals = made.totals()
+    assert (totals.requests, totals.errors, totals.rejected) == (8, 3, 2)
+
+
 def test_a_request_is_counted_in_every_family_it_belongs_to() -> None:
     with telemetry(seen(1, "m")) as (made, _):
         made.ended([record()])
