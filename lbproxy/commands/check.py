@@ -178,7 +178,7 @@ def _unkept(settings: Settings) -> Iterator[str]:
 
 
 def _unserved(settings: Settings, found: Sequence[Inspection]) -> Iterator[str]:
-    """Names of the settings' `models` that lead to what no endpoint says that it serves."""
+    """Names of the settings' `models`, and of models of flows, that lead to what no endpoint says that it serves."""
     if any(one.usable and one.models is None for one in found) or not any(one.usable for one in found):
         return  # it may serve them
     served = {name for one in found for name in one.models or ()}
@@ -187,6 +187,14 @@ def _unserved(settings: Settings, found: Sequence[Inspection]) -> Iterator[str]:
         missing = [target for target, share in alias.shares.items() if share and target not in served]
         if missing:
             yield f"models.{plain(name)}: no endpoint serves {plain(_some(missing))}, so its requests get 404."
+    flows = settings.flows
+    for place, rule in {
+        "default": flows.default,
+        **{f"named.{name}": one for name, one in flows.named.items()},
+    }.items():
+        missing = [one for one in rule.models or () if "*" not in one and one not in served | settings.models.keys()]
+        if missing:
+            yield f"flows.{place}.models: no endpoint serves {plain(_some(missing))}, and no alias is called so."
 
 
 def _some(names: Sequence[str]) -> str:

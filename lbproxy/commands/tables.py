@@ -63,7 +63,9 @@ def summary(state: Fields) -> Text:
     if not state["settings"]["accepted"]:
         text.append("  settings refused", style="red")
     oldest = "" if queue["oldest_s"] is None else f", the oldest for {queue['oldest_s']:.1f} s"
-    text.append(f"\n{max(0, state['running'] - queue['waiting'])} running, ")  # the API's `running` are all that are open
+    text.append(
+        f"\n{max(0, state['running'] - queue['waiting'])} running, "
+    )  # the API's `running` are all that are open
     text.append(f"{queue['waiting']} waiting{oldest}", style="yellow" if queue["waiting"] else "")
     if point is not None:
         first_byte = point["first_byte_ms"]

@@ -155,6 +155,10 @@ def test_names_that_lead_to_nobody() -> None:
         "models.typo: no endpoint serves bsae, so its requests get 404.",
         "models.half: no endpoint serves gone, so its requests get 404.",
     ]
+    flows = "models: {fast: base}\nflows: {default: {models: [base, sql, fast, 'q*']}, named: {x: {models: [lama]}}}"
+    _, output = checked(scripts, ", metrics: null", settings=flows)
+    warnings = [line for line in output.splitlines() if "no endpoint serves" in line]
+    assert warnings == ["flows.named.x.models: no endpoint serves lama, and no alias is called so."]
     _, output = checked({"/health": OK}, ", metrics: null", settings=ALIASES)
     assert "no endpoint serves" not in output, "a server that does not say may serve anything"
 
