@@ -3,7 +3,7 @@
 
 A class is a section, its fields are keys with their defaults, and the docstring below a field is its documentation.
 
-Imported by: `balancing`, `commands`, `control`, `core`, `extras`, `net`, `parse`, `processes`, `proxy`, `scenario`,
-`tree`, `workers`. Never: what the settings do. A new key is a field here, a line in config.example.yaml and a row that
-the tests write into docs/configuration.md.
+Imported by: `balancing`, `commands`, `control`, `core`, `demo`, `extras`, `net`, `parse`, `processes`, `proxy`,
+`scenario`, `tree`, `workers`. Never: what the settings do. A new key is a field here, a line in config.example.yaml and
+a row that the tests write into docs/configuration.md.
 """

@@ -4,5 +4,5 @@
 `listener` accepts, `deadlines` limit how long who connected may take, `bind` opens, `inherit` passes sockets on,
 `notify` reports to systemd.
 
-Imported by: `commands`, `control`, `processes`, `proxy`. Never: what is sent on a connection.
+Imported by: `commands`, `control`, `demo`, `processes`, `proxy`. Never: what is sent on a connection.
 """
