@@ -36,7 +36,16 @@ from lbproxy.proxy.request.handshake import query_model, query_models, with_quer
 from lbproxy.proxy.request.headers import MAX_SESSION_BYTES, RequestFields
 from lbproxy.proxy.request.legs import is_splittable, refuse_own_fields
 from lbproxy.proxy.request.own_responses import model_not_found
-from lbproxy.proxy.request.routes import JSON_BODY, OTHER, Form, form_of, is_batch, reads_json, stored_response
+from lbproxy.proxy.request.routes import (
+    JSON_BODY,
+    OTHER,
+    Form,
+    form_of,
+    is_of_any_model,
+    is_opaque,
+    reads_json,
+    stored_response,
+)
 
 Large: TypeAlias = LargeJson | FormWalk
 """A body that was read in many turns of the event loop."""
@@ -58,6 +67,7 @@ _FILE_ID: Final = b'"file_id"'
 _REFERENCES: Final = frozenset({b'file_id"', b'_ids"'})
 """What names objects in a request of inference."""
 _CREATES: Final = frozenset({"POST", "PATCH"})
+_ANY_MODEL: Final = "Batches and servers' own paths of models are not for clients with models of their own."
 SERVED_S: Final = 1.0
 """How long the set of served models is reused: asking all endpoints takes a while."""
 
@@ -156,14 +166,16 @@ class RequestReader:
         """Raise LbError unless each model that a server may read in the request is allowed. That is decided by names
         alone: the client is not told, by words or time, which others there are.
         """
-        if is_batch(request.target):
-            raise LbError(Outcome.FORBIDDEN, "Batches are not for clients with models of their own: a file names any.")
+        body, kind = request.body, request.fields.content_type
+        if is_of_any_model(request.target):
+            raise LbError(Outcome.FORBIDDEN, _ANY_MODEL)
         if has_json(request):
             _refuse_two_models(request)
         elif has_form(request):
-            walk = large if isinstance(large, FormWalk) else None
-            if not is_clear(request.body, request.fields.content_type, walk):
+            if not is_clear(body, kind, large if isinstance(large, FormWalk) else None):
                 raise LbError(Outcome.BAD_REQUEST, "The form is malformed: servers may read different models in it.")
+        elif body and not is_opaque(request.route.body, kind, body):
+            raise LbError(Outcome.BAD_REQUEST, "The body is neither a JSON object nor a form with parts.")
         named = [] if facts.model is None else [facts.model]
         self._require(named + query_models(request.target) + other_models(facts.fields), record, allowed)
 
@@ -328,6 +340,8 @@ class RequestReader:
         model = named
         allowed = self.allowed(request.fields, record) if self._bounds_models else ()
         if allowed:
+            if is_of_any_model(request.target):
+                raise LbError(Outcome.FORBIDDEN, _ANY_MODEL)
             self._require(([] if named is None else [named]) + query_models(request.target), record, allowed)
         if named is None and request.route.is_inference:
             model = self._only_model(None, allowed)

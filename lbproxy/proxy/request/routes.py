@@ -134,7 +134,7 @@ _ROUTES = {
 }
 _STORED: Final = re.compile(r"/v1/(?:responses|chat/completions)/([A-Za-z0-9_-]{1,160})(?:/[a-z_]+)?/?")
 _GENERATED: Final = ("/v1/responses/", "/v1/chat/completions/")
-_BATCHES: Final = ("/v1/batch", "/v1/messages/batches")
+_OF_ANY_MODEL: Final = re.compile(r"/v1/(?:messages/)?batch.*|.*/(?:models?|engines|deployments)(?:/.*)?")
 _READS: Final = frozenset({"GET", "HEAD"})
 _OF_IDS: Final = re.compile(r"/v1/(?:responses|chat/completions|models)/")
 """Paths that are about something with an id."""
@@ -176,9 +176,11 @@ def may_generate(method: str, path: str) -> bool:
     return method not in _READS or path.startswith(_GENERATED)
 
 
-def is_batch(target: str) -> bool:
-    """Whether a request target is about batches, whose models are in a file or a list."""
-    return (served_path(target.partition("?")[0]) or "").startswith(_BATCHES)
+def is_of_any_model(target: str) -> bool:
+    """Whether a request target is about batches, whose models are in a file or a list; or about models, in the ways of
+    some servers besides /v1/models.
+    """
+    return _OF_ANY_MODEL.fullmatch(served_path(target.partition("?")[0]) or "") is not None
 
 
 def stored_response(path: str) -> str | None:
@@ -247,6 +249,11 @@ def form_of(takes: Body, content_type: bytes) -> Form:
     if charset is not None and _LIKE_ASCII.fullmatch(charset[1]) is None:
         raise LbError(Outcome.BAD_REQUEST, "JSON is UTF-8 here: the content type has another charset.")
     return Form.JSON if takes is Body.JSON or _JSON_TYPE.fullmatch(media) else Form.MAYBE_JSON
+
+
+def is_opaque(takes: Body, content_type: bytes, body: bytes) -> bool:
+    """Whether no server takes this body for JSON, or for a form. Raises LbError as `form_of`."""
+    return form_of(takes, content_type) is Form.OPAQUE and _OBJECT.match(body) is None
 
 
 def reads_json(takes: Body, method: str, content_type: bytes, body: bytes) -> bool:

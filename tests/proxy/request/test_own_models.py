@@ -66,6 +66,11 @@ def audio(path: str) -> bytes:
     return f"POST {path} HTTP/1.1\r\nHost: lb\r\nContent-Type: audio/wav\r\nContent-Length: 1\r\n\r\nx".encode()
 
 
+def typed(kind: str, body: str, path: str = "/v1/tomorrow") -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nHost: lb\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n"
+    return (head + body).encode()
+
+
 def code(reply: Reply) -> str:
     return str(json.loads(reply.body)["error"]["code"])
 
@@ -229,6 +234,13 @@ REFUSED = {
     "batches": (post(b'{"input_file_id":"file-1234"}', "/v1/batches"), 403, "forbidden"),
     "batches by escapes": (post(b"{}", "/v1/%62atches"), 403, "forbidden"),
     "a list of batches": (get("/v1/batches?limit=1"), 403, "forbidden"),
+    "a path of models": (get("/v1/engines"), 403, "forbidden"),
+    "a model in a path": (post(b"{}", "/v1/engines/llama/completions"), 403, "forbidden"),
+    "another list": (get("/v1/internal/model/list"), 403, "forbidden"),
+    "a form without parts": (typed("application/x-www-form-urlencoded", "model=llama"), 400, "bad_request"),
+    "a list": (typed("application/json", '[{"model":"llama"}]', "/v1/tomorrow"), 400, "invalid_json"),
+    "text": (typed("text/plain", '[{"model":"llama"}]'), 400, "bad_request"),
+    "JSON as bytes": (typed("application/octet-stream", ' {"model":"llama"}'), 400, "bad_request"),
     "anthropic's batches": (post(b'{"requests":[]}', "/v1/messages/batches"), 403, "forbidden"),
 }
 
@@ -248,7 +260,7 @@ def test_what_could_name_any_model_is_refused(what: str) -> None:
             reply = await keyed(it, request)
             assert (reply.status, code(reply)) == (status, why), reply.body
             assert one.requests == two.requests == []
-            if what not in {"two fields", "a form that is cut"}:
+            if what not in {"two fields", "a form that is cut", "a list"}:
                 assert (await keyed(it, request, "boss")).status == 200
             if what == "a form that is cut":
                 assert json.loads((await keyed(it, request, "boss")).body)["error"]["code"] == "missing_model"
