@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 import time
 from pathlib import Path
@@ -80,3 +81,49 @@ def test_the_header_is_in_the_log_where_it_is_not_the_key(tmp_path: Path) -> Non
         reply = httpx.post(f"{listen}/v1/completions", json=BODY, headers={"x-lbproxy-flow": "user-7"})
         assert reply.status_code == 200
         process.wait_for('"flow":"user-7"')
+
+
+@pytest.mark.parametrize("workers", ["", "workers: 2\n"])
+def test_models_of_a_key_as_an_sdk_sees_them_and_after_a_reload(tmp_path: Path, workers: str) -> None:
+    """Two models; the key of each team has one, and OpenAI's SDK raises what it raises for one that nobody serves."""
+    named = "flows: {named: {team-a: {models: [m]}, team-b: {models: ['o*']}}}\n"
+    auth = SETTINGS[: SETTINGS.index("admission")]
+    with (
+        mock("--model", "m") as (_, first),
+        mock("--model", "other") as (_, second),
+        lbproxy(tmp_path, [first, second], auth + workers + named) as (process, listen, _),
+    ):
+        process.wait_for("serves m")
+        process.wait_for("serves other")
+        clients = {
+            name: openai.OpenAI(base_url=f"{listen}/v1", api_key=key(name), max_retries=0, timeout=60) for name in "ab"
+        }
+
+        def listed(name: str) -> list[str]:
+            return [one.id for one in clients[name].models.list()]
+
+        def ask(name: str, model: str) -> object:
+            return clients[name].completions.create(model=model, prompt="x", max_tokens=1).choices
+
+        assert (listed("a"), listed("b")) == (["m"], ["other"])
+        assert ask("a", "m")
+        assert ask("b", "other")
+        said = []
+        for name, model in (("a", "other"), ("a", "nobody"), ("b", "m")):
+            with pytest.raises(openai.NotFoundError) as error:
+                ask(name, model)
+            assert error.value.code == "model_not_found"
+            said.append(error.value.message.replace(f"`{model}`", "`MODEL`"))
+            with pytest.raises(openai.NotFoundError):
+                clients[name].models.retrieve(model)
+        assert len(set(said)) == 1
+        config = tmp_path / "cfg.yaml"
+        config.write_text(config.read_text().replace("team-a: {models: [m]}", "team-a: {models: null}"))
+        process.process.send_signal(signal.SIGHUP)
+        process.wait_for("settings reloaded")
+        assert ask("a", "other")
+        assert listed("a") == ["m", "other"]
+        with pytest.raises(openai.NotFoundError):
+            ask("b", "m")
+        for client in clients.values():
+            client.close()
