@@ -31,7 +31,7 @@ function notesOf(one) {
   }
   if (sleepOf(one) !== null && one.sleep.left_s !== null) notes.push(`awake in about ${duration(one.sleep.left_s)}`);
   if (one.sleep?.failures) notes.push(`${count(one.sleep.failures, "failure")} in a row`);
-  if (one.lease_s !== null) notes.push(`registered for ${duration(one.lease_s)} more`);
+  if (Number.isFinite(one.lease_s)) notes.push(`registered for ${duration(one.lease_s)} more`);
   if (one.readmitted) notes.push("used although ejected");
   if (one.backing_off) notes.push("backing off");
   if (one.share < 1) notes.push(`slow start, ${percent(one.share)}`);
