@@ -48,7 +48,7 @@ COMPILED = {
     "lbproxy/workers": "contents known link origins remote reports server",
     "lbproxy/net/connections": "backlog corked h1 patience pool upload",
     "lbproxy/proxy/request": "client_request forwarding handshake headers plain reading",
-    "lbproxy/proxy/exchange": "exchange exchanger failures opening relay steps",
+    "lbproxy/proxy/exchange": "exchange exchanger failures opening relay steps used",
     "lbproxy/proxy/front": "requests socket_turn turn",
     "lbproxy/control/families": "histogram requests",
     "lbproxy/control/telemetry": "access_line process_log recent telemetry writer",

@@ -187,6 +187,9 @@ def _unserved(settings: Settings, found: Sequence[Inspection]) -> Iterator[str]:
         missing = [target for target, share in alias.shares.items() if share and target not in served]
         if missing:
             yield f"models.{plain(name)}: no endpoint serves {plain(_some(missing))}, so its requests get 404."
+        missing = [target for target in alias.fallback if target not in served]
+        if missing:
+            yield f"models.{plain(name)}.fallback: no endpoint serves {plain(_some(missing))}."
     flows = settings.flows
     for place, rule in {
         "default": flows.default,

@@ -305,6 +305,8 @@ def _headline(found: Fields) -> Text:
     text.append(f"  model {plain(found['model'] or '-')}", style="not bold")
     if found.get("alias") is not None:  # 0.2.0 does not say it
         text.append(f", asked for as {plain(found['alias'])}", style="not bold")
+    if found.get("fallback_from") is not None:
+        text.append(f" in place of {plain(found['fallback_from'])}", style="not bold")
     if found.get("flow") not in {None, "anonymous"}:  # core.queue.flow.ANONYMOUS, with which the settings are imported
         text.append(f"  flow {plain(found['flow'])}", style="not bold")
     attempts = found["attempts"]

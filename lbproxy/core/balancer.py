@@ -128,7 +128,7 @@ class Balancer:
         self._flows.reconfigure(settings.flows, now)
         self._placing.advice.reconfigure(settings.autoscaling.ttft, settings.autoscaling.window)
         for flow in self._flows:
-            self._unpark(flow)
+            self._unpark(flow, now)
         self._choice.reconfigure(policy, settings.admission, settings.overflow)
         if self._placing.journal is not None:
             self._placing.journal.block_bytes = policy.block_bytes
@@ -151,22 +151,24 @@ class Balancer:
         if no others are left. `suspect`: the one of them that returned 500. `resubmitted`: submitted before, and not
         counted again for limits or the retry budget.
         """
-        ticket = Ticket(request, now, now + self._queue_timeout_s, avoid)
+        expires_at = now + self._queue_timeout_s
+        expires_at = expires_at if request.deadline is None else min(expires_at, request.deadline)
+        ticket = Ticket(request, now, expires_at, avoid)
         ticket.flow = flow = self._flows.of(request.flow, now)
         ticket.suspect = suspect
         if request.leg == DECODE:
             self._place_second(ticket, now)
             return ticket
-        if request.deadline is not None:
-            ticket.expires_at = min(ticket.expires_at, request.deadline)
         if not (avoid or resubmitted):
             self._retries.count_request(now=now)
             if flow.limited:
                 ticket.refusal = self._flows.admit(flow, request, now)
                 if ticket.refusal is not None:
                     ticket.retry_after_s = ticket.refusal.retry_after_s
-                    self._end(ticket, Outcome.RATE_LIMITED)
+                    self._end(ticket, Outcome.RATE_LIMITED, now)
                     return ticket
+            self._placing.advice.demand.arrived(request)
+        elif request.fallback_from is not None and not avoid:
             self._placing.advice.demand.arrived(request)
         if flow.limited and flow.is_full:
             ticket.wait = Wait.FLOW
@@ -174,17 +176,16 @@ class Balancer:
             if hopeless is None:
                 self._wait(ticket, now, parked=True)
             else:
-                self._end(ticket, hopeless)
+                self._end(ticket, hopeless, now)
             return ticket
-        flow.active += 1
-        ticket.counts_in_flow = True
+        self._begin_to_wait(ticket, now)
         if self._queue.ready:
             self._dispatcher.wake_due(now)
             if self._dispatcher.has_work:
                 self._dispatcher.serve(now, self._consider, self._changed)  # waiting requests come first
         self._consider(ticket, now)
-        if ticket.state is TicketState.WAITING and self._dispatcher.misses_deadline(ticket, now):
-            self._refuse(ticket, Outcome.TOO_LATE, now)
+        if ticket.state is TicketState.WAITING and (late := self._dispatcher.lateness(ticket, now)) is not None:
+            self._refuse(ticket, late, now)
         if ticket.state is TicketState.WAITING:
             self._wait(ticket, now)
         return ticket
@@ -245,7 +246,7 @@ class Balancer:
         if ticket.state is TicketState.CLOSED:
             return
         self._placing.end(ticket, outcome, usage, now, timed_out=timed_out)
-        self._end(ticket, outcome)
+        self._end(ticket, outcome, now)
 
     def after_failure(  # noqa: PLR0913 - what is known of a failure
         self,
@@ -429,7 +430,7 @@ class Balancer:
         elif isinstance(chosen, Outcome):
             if answer.retry_after_s is not None:
                 ticket.retry_after_s = answer.retry_after_s
-            self._end(ticket, chosen)
+            self._end(ticket, chosen, now)
         else:
             if answer.best is not None:
                 ticket.best_wait_s, ticket.best_tokens = answer.best_wait_s, answer.best_tokens
@@ -454,7 +455,7 @@ class Balancer:
         if isinstance(answer.chosen, EndpointState):
             self._place(ticket, answer, answer.chosen, now)
         else:
-            self._end(ticket, Outcome.NO_ENDPOINTS)
+            self._end(ticket, Outcome.NO_ENDPOINTS, now)
 
     # Waiting
 
@@ -471,11 +472,21 @@ class Balancer:
                 self._changed.append(shed)
         self._overdue.add(ticket, now)
 
-    def _unpark(self, flow: Flow) -> None:
+    @staticmethod
+    def _begin_to_wait(ticket: Ticket, now: float) -> None:
+        """Its flow lets it wait for an endpoint."""
+        assert ticket.flow is not None
+        ticket.flow.active += 1
+        ticket.counts_in_flow = True
+        after_s = ticket.request.fallback_after_s
+        if after_s is not None:
+            ticket.expires_at = min(ticket.expires_at, now + after_s)
+
+    def _unpark(self, flow: Flow, now: float) -> None:
         """Let parked requests of the flow wait for an endpoint, as many as its limit allows."""
-        while not flow.is_full and (ticket := self._queue.unpark(flow)) is not None:
-            flow.active += 1
-            ticket.counts_in_flow = True
+        while not flow.is_full and (ticket := self._queue.parked(flow)) is not None:
+            self._begin_to_wait(ticket, now)
+            self._queue.unpark(ticket)
             self._dispatcher.wake_all()
 
     def _refuse(self, ticket: Ticket, outcome: Outcome, now: float) -> None:
@@ -486,9 +497,9 @@ class Balancer:
                 self._queue.remove(ticket)
                 self._place(ticket, answer, answer.chosen, now)
                 return
-        self._end(ticket, outcome)
+        self._end(ticket, outcome, now)
 
-    def _end(self, ticket: Ticket, outcome: Outcome) -> None:
+    def _end(self, ticket: Ticket, outcome: Outcome, now: float) -> None:
         if ticket.state is TicketState.WAITING:
             self._queue.remove(ticket)
         ticket.state, ticket.outcome = TicketState.CLOSED, outcome
@@ -497,6 +508,6 @@ class Balancer:
             ticket.counts_in_flow = False
             flow.active -= 1
             if flow.limited:
-                self._unpark(flow)
+                self._unpark(flow, now)
         elif ticket.wait is Wait.FLOW and flow is not None:
             ticket.refusal = flow.concurrency_refusal()

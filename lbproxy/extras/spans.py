@@ -164,6 +164,7 @@ def _request(record: RequestRecord) -> _Facts:
             "lbproxy.key": record.key,
             "lbproxy.flow": None if record.flow in {None, ANONYMOUS} else _text(record.flow or ""),
             "lbproxy.alias": record.alias and _text(record.alias),
+            "lbproxy.fallback_from": record.fallback_from and _text(record.fallback_from),
         }
     )
     operation = OPERATIONS.get(record.route)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from lbproxy import __version__
 from lbproxy.config.sections.access import AdminSettings, ListenSettings
 from lbproxy.config.sections.clients import Address
+from lbproxy.config.sections.models import served_names
 from lbproxy.config.text import ConfigError
 from lbproxy.config.tree import Settings
 from lbproxy.control.admin.api import Api
@@ -156,6 +157,7 @@ class Proxy:
         parts = Parts(settings, runtime, self.connections, rng, sinks, self.telemetry.loads)
         self.plane: Plane = DataPlane(*parts) if make_plane is None else make_plane(parts)
         self.telemetry.watch(runtime)
+        self.telemetry.models = served_names(settings.models)
         self.telemetry.watch_load(self.plane.own_load, self.plane.pulse, self.plane.workers)
         self.scraping = Scraping(self.connections, settings.scrape, Engines(settings.engines), rng, self._found_ranks)
         self.keeper = Keeper(balancer, settings.state, self.telemetry.loads.state, runtime.now)
@@ -395,6 +397,7 @@ class Proxy:
             self.connections, settings.scrape, Engines(settings.engines), self.rng, self._found_ranks
         )
         self.telemetry.log.reconfigure(settings.log)
+        self.telemetry.models = served_names(settings.models)
         self.recent.reconfigure(settings.explain.requests)
         if self.admin is not None and settings.admin is not None:
             self.admin.access.token = settings.admin.token

@@ -77,6 +77,7 @@ def is_plain(record: RequestRecord) -> bool:
         and record.error is None
         and record.trace is None
         and record.alias is None
+        and record.fallback_from is None
         and record.prefill is None
         and record.tier == 1
         and record.overflow is None

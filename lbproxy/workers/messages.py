@@ -21,7 +21,7 @@ Fields: TypeAlias = tuple[Any, ...]
 """The fields of a NamedTuple."""
 RequestFields: TypeAlias = tuple[
     str, str | None, bool, int, int, tuple[int, ...], int | None, int, str | None, bool, str, float | None, int,
-    str | None, bool, bool, bool, bool, bool, int, int, int,
+    str | None, bool, bool, bool, bool, bool, int, int, int, float | None, str | None,
 ]  # fmt: skip
 """The fields of an InferenceRequest that a worker sends."""
 # By these the decoders that are made later read requests and usages. Compiled, a NamedTuple does not know the types of
@@ -174,6 +174,7 @@ class Ended(Message, tag=10):
     ended_at: float
     tier: int = 1
     overflow: str | None = None
+    fallback_from: str | None = None
 
 
 class StillRunning(Message, tag=11):

@@ -151,6 +151,7 @@ class Session:
 
     def _on_submit(self, message: m.Submit) -> None:
         job = self._job(message)
+        job.looked = False
         self._submit(job, message, False)
 
     def _job(self, message: Any) -> _Job:
@@ -185,7 +186,8 @@ class Session:
                 avoid = frozenset(EndpointUid(uid) for uid in uids)
             if owner is not None and request.response_id is not None:
                 runtime.owns_response(owner, request.response_id, request)
-        job.record.flow = request.flow
+        record = job.record
+        record.flow, record.model, record.fallback_from = request.flow, request.model, request.fallback_from
         ticket = runtime.submit(
             request,
             job.record,
@@ -207,8 +209,7 @@ class Session:
             return
         record, explanation, prompt_tokens = job.record, None, 0.0
         record.note_placed(ticket)
-        if (cached := ticket.predicted_cached_tokens) is not None:
-            record.predicted_cached_tokens = cached
+        record.note_prediction(ticket)
         if ticket.decision is not None and ticket.request.explain and record.attempt_decision is not None:
             explanation = compact(record.attempt_decision)
         if ticket.placement is not None:

@@ -142,6 +142,7 @@ models:
   typo: {to: bsae}
   canary: {split: {base: 9, sql: 1}}
   half: {split: {base: 1, gone: 1, off: 0}}
+  base: {fallback: [sql, lost, nowhere]}
 """
 
 
@@ -154,6 +155,7 @@ def test_names_that_lead_to_nobody() -> None:
     assert warnings == [
         "models.typo: no endpoint serves bsae, so its requests get 404.",
         "models.half: no endpoint serves gone, so its requests get 404.",
+        "models.base.fallback: no endpoint serves lost, nowhere.",
     ]
     flows = "models: {fast: base}\nflows: {default: {models: [base, sql, fast, 'q*']}, named: {x: {models: [lama]}}}"
     _, output = checked(scripts, ", metrics: null", settings=flows)

@@ -190,6 +190,7 @@ def test_nothing_from_outside_moves_the_cursor() -> None:
     }
     request = {
         **dict.fromkeys(("id", "at", "method", "path", "model", "alias", "flow", "endpoint", "outcome", "error"), evil),
+        "fallback_from": evil,
         "status": 200,
         "attempts": 2,
         "running": False,
@@ -209,6 +210,7 @@ def test_nothing_from_outside_moves_the_cursor() -> None:
         assert any(line.split() == ["first", "byte,", "ms", "-", seen] for line in drawn(told))
     assert any(line.startswith("costs in ms cost") for line in drawn(explanation(request | in_ms(decision))))
     assert text.count("asked for as") == text.count("  flow ") == 1
+    assert " in place of [2Jx" in text
     assert "asked for" not in "\n".join(drawn(explanation(request | {"alias": None, "flow": "anonymous"})))
     assert "It waited 5.0 ms, first for [2Jx: [2Jx." in text
     assert "\x1b" not in text

@@ -441,6 +441,14 @@ def test_names_of_models() -> None:
     assert got["Qwen/Qwen3-32B"].shares == {"Qwen/Qwen3-32B": 90.0, "new.1": 0.5}
 
 
+def test_other_models_may_stand_beside_an_alias_or_alone_and_in_circles() -> None:
+    """They are no chains."""
+    text = "a: {fallback: [b, c, b], fallback_after: 10s}, b: {fallback: [a]}, x: {to: a, fallback: []}"
+    got = read(f"{MINIMAL}models: {{{text}}}").models
+    assert (got["a"].fallback, got["a"].fallback_after, got["a"].shares) == (("b", "c"), 10.0, {})
+    assert (got["x"].to, got["x"].fallback) == ("a", ())
+
+
 @pytest.mark.parametrize(
     ("models", "problem"),
     [
@@ -461,6 +469,16 @@ def test_names_of_models() -> None:
         ("'a*': 'b*'", "models['a*'].to: expected a model that endpoints serve"),
         ("'a*': {split: {'a*': 1}}", "models['a*'].split['a*']: expected a model that endpoints serve"),
         ("a: {too: b}", "models.a.too: unknown key, did you mean to?"),
+        ("a: {fallback: [a]}", "models.a.fallback[0]: expected another model that endpoints serve, not an alias"),
+        ("a: {fallback: [b, c]}, c: {to: d}", "models.a.fallback[1]: expected another model that endpoints serve"),
+        ("'a*': {fallback: ['b*']}", "models['a*'].fallback[0]: expected another model that endpoints serve"),
+        (
+            f"a: {{fallback: [{', '.join(f'm{n}' for n in range(1000))}]}}",
+            "models.a.fallback: expected at most 32 models",
+        ),
+        ("a: {fallback: ['']}", "models.a.fallback: expected the name of a model"),
+        ("a: {fallback: b}", "models.a.fallback: expected a list"),
+        ("a: {fallback_after: -1}", "models.a.fallback_after: expected a duration"),
         ('"a\\nb": {to: b}', "models, line 2: expected a plain word as the key"),
     ],
 )

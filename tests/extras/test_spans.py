@@ -110,6 +110,7 @@ def test_a_stream_is_a_request_and_an_attempt() -> None:
         key="team-a",
         flow="u-7",
         alias="fast",
+        fallback_from="big",
     )
     place(record, trace, ONE, 100.25, 100.25)
     record.first_byte_at = 101.5
@@ -134,6 +135,7 @@ def test_a_stream_is_a_request_and_an_attempt() -> None:
         "lbproxy.key": "team-a",
         "lbproxy.flow": "u-7",
         "lbproxy.alias": "fast",
+        "lbproxy.fallback_from": "big",
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "openai",
         "gen_ai.request.model": "m",

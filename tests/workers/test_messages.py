@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from math import inf
 from typing import Any, get_args
 
 import msgspec
@@ -51,6 +52,8 @@ REQUEST = InferenceRequest(
     repeatable=False,
     binary=True,
     open_ended=True,
+    fallback_after_s=inf,
+    fallback_from="big",
 )
 USAGE = Usage(100, 64, 5, None)
 SUBMIT = m.Submit(1, REQUEST, 1.25, ("POST", "/v1/é", "::1", "chat", "key", -1), ((1 << 32, 5), 5, True, "http://a:1"))
@@ -76,7 +79,7 @@ def record() -> RequestRecord:
     it.status, it.outcome, it.failed, it.error = 200, Outcome.COMPLETED, (("e2", "upstream_reset"),), "why"
     it.request_bytes, it.response_bytes, it.events, it.usage = 1, 2, 3, USAGE
     it.key, it.flow, it.queue_s, it.placed_at, it.first_byte_at, it.ended_at = "k", "f", 0.5, 1.5, 1.75, 2.0
-    it.number = 77
+    it.number, it.fallback_from = 77, "big"
     it.prefill, it.prefill_s, it.prefill_usage = "e3", 0.125, Usage(7, 5, None)
     return it
 
@@ -84,7 +87,7 @@ def record() -> RequestRecord:
 def plain_record() -> RequestRecord:
     """The same of one that its first attempt served."""
     it = record()
-    it.attempts, it.alias, it.error, it.failed = 1, None, None, ()
+    it.attempts, it.alias, it.error, it.failed, it.fallback_from = 1, None, None, (), None
     it.prefill = it.prefill_s = it.prefill_usage = None
     return it
 

@@ -48,6 +48,10 @@ class FlowSettings(Section):
     stream_keepalive: Keepalive | None = None
     """As at the top level, also for the API key of that name."""
 
+    fallback: bool | None = None
+    """false: its requests get no other model than theirs (models.*.fallback). Holds for the API key, too, like
+    `max_tier`."""
+
     @field_validator("models", mode="after")
     @classmethod
     def _check_models(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:

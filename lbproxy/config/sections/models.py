@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Final, TypeAlias
 
-from pydantic import ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import InitErrorDetails
 
 from lbproxy.config.section import ShortSection
-from lbproxy.config.values import Keepalive, Quantity, check_model_name, expected
+from lbproxy.config.values import Keepalive, Quantity, check_model_name, duration, expected
 
 MAX_NAMES = 1000
 MAX_TARGETS = 32
@@ -30,6 +30,12 @@ class ModelSettings(ShortSection):
     """Models and weights: each request is sent as one of them, those of one x-session-id as the same."""
     stream_keepalive: Keepalive | None = None
     """As at the top level."""
+
+    fallback: tuple[str, ...] = Field(default=(), json_schema_extra={"maxItems": MAX_TARGETS})
+    """Other models, in order, that serve a request instead, before the first byte of a response: if all endpoints
+    failed, are down or refuse, or none lists the model."""
+    fallback_after: Annotated[float, duration("0s", "1h")] | None = None
+    """Also if a request would wait for a place longer than this, or did. null = as long as it takes."""
 
     @model_validator(mode="before")
     @classmethod
@@ -52,6 +58,13 @@ class ModelSettings(ShortSection):
             check_model_name(name)
         return value
 
+    @field_validator("fallback", mode="after")
+    @classmethod
+    def _check_fallback(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if len(value) > MAX_TARGETS:
+            raise expected(f"at most {MAX_TARGETS} models")
+        return tuple(dict.fromkeys(map(check_model_name, value)))
+
     @model_validator(mode="after")
     def _says_something(self) -> ModelSettings:
         if not self.shares and self.model_fields_set <= {"to", "split"}:
@@ -68,6 +81,11 @@ NO_SETTINGS: Final = ModelSettings.model_construct()
 """Of a model that has none."""
 
 
+def served_names(models: Mapping[str, ModelSettings]) -> list[str]:
+    """The names that are models of the endpoints: no aliases, no patterns."""
+    return [name for name, one in models.items() if not one.shares and "*" not in name]
+
+
 def check_models(models: dict[str, ModelSettings]) -> dict[str, ModelSettings]:
     """Raise what is wrong with all of them together."""
     if len(models) > MAX_NAMES:
@@ -81,6 +99,10 @@ def check_models(models: dict[str, ModelSettings]) -> dict[str, ModelSettings]:
                 place = (name, "to") if alias.split is None else (name, "split", target)
                 what = expected("a model that endpoints serve, not an alias")
                 wrong.append(InitErrorDetails(type=what, loc=place, input=target))
+        for n, other in enumerate(alias.fallback):
+            if "*" in other or other in aliases or other == name:
+                what = expected("another model that endpoints serve, not an alias")
+                wrong.append(InitErrorDetails(type=what, loc=(name, "fallback", n), input=other))
     if wrong:
         raise ValidationError.from_exception_data("models", wrong)
     for name in models:

@@ -236,6 +236,7 @@ _REQUEST = record(
     engine_id=TEXT,
     at=STAMP,
     model=_maybe(TEXT),
+    fallback_from=_maybe(TEXT),
     stream=FLAG,
     endpoint=_maybe(TEXT),
     prefill=_maybe(TEXT),

@@ -6,7 +6,8 @@ counted in its kind, which takes one look-up; whenever the series are read, or s
 them: each series has some of a kind's labels. Invariants:
 
 - Labels are bounded: routes, outcomes and endpoints by design, status codes to registered ones and our own, models to
-  the first 100 that endpoints say they serve. Whatever else a client writes into `model` is `other`.
+  the first 100 that endpoints say they serve, or the settings name. Whatever else a client writes into `model` is
+  `other`.
 - Series of an endpoint or model that is gone vanish.
 """
 
@@ -122,6 +123,7 @@ class RequestCounts:
         self._request_bytes = 0
         self._response_bytes = 0
         self._failed: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self._fallbacks: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._special = PlacementCounts()
         self._labels: dict[str, str] = {}
         """Labels of the models that are served."""
@@ -150,6 +152,9 @@ class RequestCounts:
                 self._failed[failure] += 1
         if record.usage is not None:
             self._count_tokens(record.usage, record)
+        if record.fallback_from is not None:
+            labels = (self._label_of(one or "", record.ended_at) for one in (record.fallback_from, record.model))
+            self._fallbacks[next(labels), next(labels)] += 1
         if record.tier > 1 or record.prefill is not None or record.first_legs:
             self._special.count(record)
         self._request_bytes += record.request_bytes
@@ -233,6 +238,7 @@ class RequestCounts:
         self._labels = {model: model[:MAX_LABEL_CHARS] for model in [*kept, *new][:MAX_MODEL_LABELS]}
         labels = {OTHER, *self._labels.values()}
         keep(self._series.by_model, lambda key: key[0] in labels)
+        keep(self._fallbacks, labels.issuperset)
 
     def families(self) -> Iterator[Metric]:
         """Those that are about all requests together, and by model."""
@@ -269,6 +275,8 @@ class RequestCounts:
         yield counter("response_bytes", "Bytes of responses sent to clients", self._response_bytes)
         text = f"Requests by model; other: models that no endpoint lists, and all after the first {MAX_MODEL_LABELS}"
         yield counters("model_requests", text, ("model", "outcome"), self._series.by_model.items())
+        text = "Requests that were sent for another model, as no endpoint served theirs"
+        yield counters("fallbacks", text, ("model", "target"), self._fallbacks.items())
 
     def by_endpoint(self) -> Iterator[Metric]:
         self._add_up()

@@ -143,6 +143,8 @@ def _more(record: RequestRecord, request_id: str) -> bytes:
         more += f',"tier":{record.tier},"overflow":{reason}'
     if record.alias is not None:
         more += f',"alias":{_quoted(record.alias, MAX_FIELD_CHARS)}'
+    if record.fallback_from is not None:
+        more += f',"fallback_from":{_quoted(record.fallback_from, MAX_FIELD_CHARS)}'
     if record.trace is not None:
         more += f',"trace_id":"{record.trace.trace_id:032x}"'
     elif record.trace_id is not None:

@@ -218,6 +218,7 @@ def _summary(record: RequestRecord, offset: float) -> Fields:
         "engine_id": record.id,
         "at": stamp(record.started_at + offset),
         "model": record.model,
+        "fallback_from": record.fallback_from,
         "stream": record.stream,
         "endpoint": record.endpoint,
         "prefill": record.prefill,

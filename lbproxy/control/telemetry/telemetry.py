@@ -116,6 +116,8 @@ class Telemetry:
         self._transitions: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._ejections: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._lag = Histogram(LAG_BUCKETS)
+        self.models: Sequence[str] = ()
+        """Those that the settings name, whoever serves them. Kept by who loads the settings."""
         self.loads = Loads()
         """How the settings were loaded. Kept by who loads them."""
         self._process = ProcessCollector(registry=None)
@@ -244,7 +246,8 @@ class Telemetry:
         keep(self._scrapers, lambda uid: uid in uids)
         keep(self._transitions, lambda key: key[0] in names)
         keep(self._ejections, lambda key: key[0] in names)
-        self._requests.forget_the_gone(names, [model for one in snapshot.endpoints for model in one.models or ()])
+        served = [model for one in snapshot.endpoints for model in one.models or ()]
+        self._requests.forget_the_gone(names, [*served, *self.models])
 
     def _scrape_families(self) -> Iterator[Metric]:
         scrapes = {one.endpoint.server: one.status for one in self._scrapers.values()}

@@ -32,6 +32,8 @@ class RequestRecord:
     model: str | None = None
     alias: str | None = None
     """The model as the client named it, if that is a name in the settings' `models`."""
+    fallback_from: str | None = None
+    """The model in place of which `model` was to serve it; None: it is its own."""
     stream: bool = False
     endpoint: str | None = None
     prefill: str | None = None

@@ -47,8 +47,11 @@ class Candidates:
         return None if stored is None else stored.uid
 
     def members(self, ticket: Ticket, trials: bool, now: float) -> Sequence[EndpointState]:
-        """The endpoints that may be asked. `trials`: if none is up, one that is unreachable may be tried."""
+        """The endpoints that may be asked. `trials`: if none is up, one that is unreachable may be tried, if no other
+        model may serve the request.
+        """
         model = ticket.request.model
+        trials = trials and ticket.request.fallback_after_s is None
         if (uid := self.response_owner(ticket.request, now)) is not None:
             return self._owner(ticket, uid)
         up = self._endpoints.candidates(model, now=now)
@@ -60,6 +63,7 @@ class Candidates:
     def by_tier(self, ticket: Ticket, trials: bool, now: float) -> list[Sequence[EndpointState]]:
         """The same for each tier up to the request's highest, the lowest tier first; without tiers that have none."""
         request, endpoints = ticket.request, self._endpoints
+        trials = trials and request.fallback_after_s is None
         found: list[Sequence[EndpointState]]
         if (uid := self.response_owner(request, now)) is not None:
             found = [self._owner(ticket, uid)]

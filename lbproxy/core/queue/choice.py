@@ -51,6 +51,7 @@ _REASONS: Final = {
     Outcome.SATURATED: Overflow.FULL,
     Outcome.EXPIRED: Overflow.FULL,
     Outcome.TOO_LATE: Overflow.DEADLINE,
+    Outcome.NO_ENDPOINTS: Overflow.FULL,  # all of a tier back off, and another model may serve it
 }
 
 
@@ -248,15 +249,17 @@ class Choice:
 
     def _at_limits(self, ticket: Ticket, tiers: Sequence[Sequence[EndpointState]], now: float) -> Answer:
         """That it waits for the endpoint that takes it first, by what they ask for; or that it ends with SATURATED, if
-        none does before its wait ends.
+        none does before its wait ends. If another model may serve it, it does not wait for who refused it.
         """
-        members = [state for one in tiers for state in one]
+        members, request = [state for one in tiers for state in one], ticket.request
         opens = [self._candidates.opens_in_s(state, now, ticket) for state in members]
-        opens_in_s = min(opens)
+        opens_in_s, falls_back = min(opens), request.fallback_after_s is not None
+        if falls_back and all(now < state.held_until(request.model) for state in members):
+            return Answer(Outcome.NO_ENDPOINTS)
         if opens_in_s <= 0.0:
             return Answer(Wait.FULL)
         if now + opens_in_s > ticket.expires_at:
-            return Answer(Outcome.SATURATED, retry_after_s=opens_in_s)
+            return Answer(Outcome.NO_ENDPOINTS if falls_back else Outcome.SATURATED, retry_after_s=opens_in_s)
         return Answer(Wait.FULL, short=members[opens.index(opens_in_s)])
 
     # The choice
@@ -273,8 +276,11 @@ class Choice:
         asked = self._candidates
         if now < self._backpressure.until:
             active = self._backpressure.not_backing_off(candidates, ticket.request.model, now=now)
-            if turn is not None and now < active[0].held_until(ticket.request.model):
-                return Answer(Wait.FULL)  # all of them back off: who waits leaves what room there is to other models
+            if now < active[0].held_until(ticket.request.model):  # all of them back off
+                if ticket.request.fallback_after_s is not None:
+                    return Answer(Outcome.NO_ENDPOINTS)
+                if turn is not None:
+                    return Answer(Wait.FULL)  # who waits leaves what room there is to other models
             candidates = asked.enough(ticket, active, candidates) or candidates
         if asked.limited:
             candidates = asked.enough(ticket, [state for state in candidates if asked.below_limit(state)], members)

@@ -30,6 +30,7 @@ from lbproxy.core.queue.flow import Flow
 from lbproxy.core.queue.flows import Flows
 from lbproxy.core.queue.ticket import ALONE, Ticket, TicketState, Turn, Wait
 from lbproxy.core.queue.waiting_queue import WORK_S, WaitingQueue, least_work
+from lbproxy.core.requests.outcome import Outcome
 
 MAX_PRICED: Final = 32
 """Waiting requests that are priced at a time; if there are more, other work of the event loop gets a turn between."""
@@ -201,17 +202,21 @@ class Dispatcher:
         share = self._queue.share_before(ticket)
         return self._queue.overload.wait_s(self._queue.ready if share < 0.0 else round(share * self._queue.ready))
 
-    def misses_deadline(self, ticket: Ticket, now: float) -> bool:
-        """Whether a new request that waits for any endpoint will miss its deadline, at the current pace."""
-        deadline = ticket.request.deadline
-        if deadline is None or ticket.best is not None or ticket.wait is Wait.WAKING:
-            return False
-        ticket.retry_after_s = self.predicted_wait_s(ticket)
-        return now + ticket.retry_after_s > deadline
+    def lateness(self, ticket: Ticket, now: float) -> Outcome | None:
+        """How a new request ends that waits for any endpoint and will miss its deadline at the current pace, or wait so
+        long that another model is to serve it; None: it waits.
+        """
+        deadline, after_s = ticket.request.deadline, ticket.request.fallback_after_s
+        if (deadline is None and after_s is None) or ticket.best is not None or ticket.wait is Wait.WAKING:
+            return None
+        ticket.retry_after_s = wait_s = self.predicted_wait_s(ticket)
+        if deadline is not None and now + wait_s > deadline:
+            return Outcome.TOO_LATE
+        return Outcome.SATURATED if after_s is not None and wait_s > after_s else None
 
     def exceeds_timeout(self, ticket: Ticket, now: float) -> bool:
         """Whether a new request would wait longer than the timeout for the endpoint that is best for it, by learned
-        speeds.
+        speeds, or so long that another model is to serve it.
         """
         if ticket.best is None:
             return False
@@ -219,6 +224,9 @@ class Dispatcher:
         is_known = load.pool.samples.prefill_ms_per_token or load.room.slots.limit < inf
         if not is_known or not load.room.reservations.count:
             return False
+        after_s = ticket.request.fallback_after_s
+        if after_s is not None and ticket.best_wait_s > after_s:
+            return True
         return now + ticket.best_wait_s > ticket.submitted_at + self._queue_timeout_s
 
     def clear(self, now: float) -> None:

@@ -255,6 +255,14 @@ class FlowRules:
             most = most if own is None else min(most, own)
         return most
 
+    def may_fall_back(self, flow: str, asked: bool | None, key: str | None) -> bool:
+        """Whether another model may serve a request of this flow. `asked`: as the client says. The rule of the API key
+        holds whichever flow the request chose.
+        """
+        if asked is not None:
+            return asked
+        return all(self._rules.get(name, self._default).fallback is not False for name in (flow, key or flow))
+
     def models_of(self, flow: str, key: str | None) -> tuple[Allowed, ...]:
         """Each model that a request of this flow names must be in all of these; empty: it may name any. Those of the
         API key hold whichever flow the request chose. One list of the settings is one object.

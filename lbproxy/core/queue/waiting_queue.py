@@ -165,7 +165,7 @@ class WaitingQueue:
         self._bytes += request.body_bytes
         if ticket.wait is Wait.WAKING:
             self._waking[request.priority] = self._waking.get(request.priority, 0) + 1
-        if request.deadline is not None:
+        if _has_own_deadline(request):
             heappush(self._own_deadlines, (ticket.expires_at, key, ticket))
         return shed
 
@@ -253,16 +253,22 @@ class WaitingQueue:
             claim.allowance.claim = None
             self.unclaimed.append(claim.uid)
 
-    def unpark(self, flow: Flow) -> Ticket | None:
-        """Let the flow's next parked ticket wait for an endpoint. None = none is parked."""
+    def parked(self, flow: Flow) -> Ticket | None:
+        """The flow's next parked ticket. None = none is parked."""
         for priority in sorted(self._by_priority, reverse=True):
             queue = self._by_priority[priority].get(flow)
             if queue is not None and queue.parked:
-                key = next(iter(queue.parked))
-                queue.ready[key] = ticket = queue.parked.pop(key)
-                self._ready += 1
-                return ticket
+                return next(iter(queue.parked.values()))
         return None
+
+    def unpark(self, ticket: Ticket) -> None:
+        """Let a parked ticket wait for an endpoint, until its `expires_at`."""
+        key, request = id(ticket), ticket.request
+        queue = self._by_priority[request.priority][_flow(ticket)]
+        queue.ready[key] = queue.parked.pop(key)
+        self._ready += 1
+        if _has_own_deadline(request):
+            heappush(self._own_deadlines, (ticket.expires_at, key, ticket))
 
     def in_order(self, work: Callable[[Ticket], float] | None, flows: Flows, now: float) -> Iterator[Ticket]:
         """The tickets that are ready, in the order of service: by priority; then the next flow; then the least work
@@ -348,7 +354,7 @@ class WaitingQueue:
             if id(ticket) in self._tickets:
                 expired.append(ticket)
         for ticket in self._tickets.values():
-            if ticket.request.deadline is None:
+            if not _has_own_deadline(ticket.request):
                 if ticket.expires_at > now:
                     break
                 expired.append(ticket)
@@ -364,6 +370,11 @@ class WaitingQueue:
 
 def _ready(flow_queues: Mapping[Flow, _FlowQueue]) -> int:
     return sum(len(queue.ready) for queue in flow_queues.values())
+
+
+def _has_own_deadline(request: InferenceRequest) -> bool:
+    """Whether its wait may end before that of an older one."""
+    return request.deadline is not None or request.fallback_after_s is not None
 
 
 def _flow(ticket: Ticket) -> Flow:

@@ -101,7 +101,7 @@ class Peers:
         stored: StoredResponses,
         *,
         wake: Callable[[EndpointState], None],
-        unpark: Callable[[Flow], None],
+        unpark: Callable[[Flow, float], None],
     ) -> None:
         """`journal`: what we tell. `wake` is called with an endpoint that may have room again, `unpark` with a flow of
         which others use less.
@@ -322,14 +322,14 @@ class Peers:
         if joins or not peer.resets:
             flow.allowance.used_elsewhere(Use(now, use.used_requests, use.used_tokens, None), now)
         if before is not None and use.active < before.active:
-            self._unpark(flow)
+            self._unpark(flow, now)
 
     def _give_back(self, peer: _Peer, name: str, now: float) -> None:
         """A flow uses nothing there any more. What its limits per minute have admitted stays used."""
         use, flow = peer.flows.pop(name), self._flows.of(name, now)
         if use.active and flow.name == name:
             flow.elsewhere -= use.active
-            self._unpark(flow)
+            self._unpark(flow, now)
 
     def _drop(self, peer: _Peer, now: float) -> None:
         """Take out everything that a replica has in flight."""

@@ -78,7 +78,8 @@ class ModelRules:
         self._patterns = [(name, name.split("*")) for name in names]
         self.has_patterns = not self._shares.keys().isdisjoint(names)
         """Some patterns are aliases."""
-        self._has_settings = any(not one.model_fields_set <= _ALIAS for one in settings.values())
+        self.has_settings = any(not one.model_fields_set <= _ALIAS for one in settings.values())
+        """Some say more than what a name stands for."""
         self._known: dict[tuple[str, str], ModelSettings] = {}
 
     def __contains__(self, name: object) -> bool:
@@ -100,7 +101,7 @@ class ModelRules:
         by key: what is said of the alias goes first, what a name says before a pattern, and a longer pattern before a
         shorter one. None: it names no model, or has none.
         """
-        if not self._has_settings or model is None:
+        if not self.has_settings or model is None:
             return NO_SETTINGS
         key = (written or model, model)
         known = self._known.get(key)

@@ -66,6 +66,12 @@ class InferenceRequest(NamedTuple):
     max_tier: int = MAX_TIER
     """It must not go to an endpoint of a higher tier."""
 
+    fallback_after_s: float | None = None
+    """After how many seconds of waiting for a place another model serves it; infinite: not because of that; None: no
+    other one may serve it."""
+    fallback_from: str | None = None
+    """The model in place of which `model` is to serve it; None: it is its own."""
+
     def as_leg(self, leg: int, prefilled_at: int = 0) -> InferenceRequest:
         """One leg of it. The first has one token of the response, and shows its progress like a stream: its whole
         response is its first byte. The session is where the prompt was computed.

@@ -174,6 +174,28 @@ _RULES: Final = {
 }
 
 
+def may_repeat(kind: FailureKind, earlier: Sequence[FailureKind], *, repeatable: bool) -> bool:
+    """Whether a request may be sent again at all after it failed by `kind`, and by those `earlier`."""
+    rule = _RULES[kind]
+    return (
+        earlier.count(kind) < rule.max_retries
+        and not (rule.unless_started_before and any(one not in _NOT_STARTED for one in earlier))
+        and (repeatable or kind in _SAFE_TO_REPEAT)
+    )
+
+
+def may_fall_back(kinds: Sequence[FailureKind], *, repeatable: bool) -> bool:
+    """Whether a request may be sent for another model after these failures: none, or one that had not started, or that
+    may be repeated. How many endpoints refused it does not count.
+    """
+    return not kinds or kinds[-1] in _SAFE_TO_REPEAT or may_repeat(kinds[-1], kinds[:-1], repeatable=repeatable)
+
+
+def started(kinds: Sequence[FailureKind]) -> tuple[FailureKind, ...]:
+    """Those of failures that the request may have caused: they count wherever it is sent."""
+    return tuple(one for one in kinds if one not in _NOT_STARTED)
+
+
 class Retries:
     """Decides about retries, and keeps the budget of the pool."""
 
@@ -220,10 +242,8 @@ class Retries:
         rule = _RULES[kind]
         retry = (
             len(earlier) + 1 < self._attempts
-            and earlier.count(kind) < rule.max_retries
-            and not (rule.unless_started_before and any(one not in _NOT_STARTED for one in earlier))
             and (rule.free or others_available)
-            and (repeatable or kind in _SAFE_TO_REPEAT)
+            and may_repeat(kind, earlier, repeatable=repeatable)
         )
         if not retry and rule.free and not others_available:
             return Verdict(False, Outcome.NO_ENDPOINTS)  # no attempts are left, or no endpoints

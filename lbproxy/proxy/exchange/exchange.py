@@ -20,7 +20,6 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from math import ceil
 from typing import TypeAlias, TypeVarTuple
 
 from lbproxy.config.tree import Settings
@@ -28,16 +27,13 @@ from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.request import DECODE, PREFILL, InferenceRequest, Usage, estimated
-from lbproxy.core.requests.retry import FailureKind, UpstreamError, status_failure
-from lbproxy.core.responses.usage import read_usage
+from lbproxy.core.requests.retry import FailureKind, UpstreamError, Verdict, may_fall_back, started, status_failure
 from lbproxy.net.connections.h1 import ResponseHead
 from lbproxy.net.connections.pool import Connection
 from lbproxy.proxy.exchange.exchanger import (
     LARGE_BODY_BYTES,
     Exchanger,
-    bytes_per_token,
     expected_prompt_tokens,
-    note_usage,
     origin_of,
 )
 from lbproxy.proxy.exchange.failures import (
@@ -48,6 +44,7 @@ from lbproxy.proxy.exchange.failures import (
     retry_after_s,
     without_response,
 )
+from lbproxy.proxy.exchange.fallback import Fallback, is_reason
 from lbproxy.proxy.exchange.instead import Instead
 from lbproxy.proxy.exchange.keepalive import Keepalive
 from lbproxy.proxy.exchange.relay import (
@@ -59,7 +56,6 @@ from lbproxy.proxy.exchange.relay import (
     chunk,
     end_after_head,
     end_with_response,
-    is_json,
     note_stored,
 )
 from lbproxy.proxy.exchange.split import FirstLeg, SplitRequest, decode_endpoint, first_leg
@@ -75,6 +71,7 @@ from lbproxy.proxy.exchange.steps import (
     SENT,
     Step,
 )
+from lbproxy.proxy.exchange.used import used_by_body, used_by_stream, used_so_far
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.headers import client_head
 from lbproxy.proxy.request.reading import as_named_by
@@ -110,6 +107,8 @@ class Exchange(ABC):
     switches: bool = False
     """See net.connections.pool.Receiver."""
     _failed: AttemptFailures = NO_FAILURES
+    _fallback: Fallback | None = None
+    """Its own model did not serve it."""
 
     def __init__(self, shared: Exchanger, client: Client, record: RequestRecord, *, keep_alive: bool) -> None:
         self._shared = shared
@@ -181,7 +180,8 @@ class Exchange(ABC):
                 if self._shared.runtime.look_for_models(lambda: self._guarded(self._place_after_look)):
                     self._enter(LOOKING)
                     return
-            self.refuse(refusal_after(self._failed, ticket, self._shared.runtime, self.record))
+            error = refusal_after(self._failed, ticket, self._shared.runtime, self.record)
+            self._unserved(error, replaceable=is_reason(ticket))
             return
         assert ticket.placed_at is not None
         endpoint, record = ticket.placed_on.endpoint, self.record
@@ -378,11 +378,7 @@ class Exchange(ABC):
         transport = self.client.transport
         if transport is not None and not transport.is_closing():
             transport.write(response)
-        usage = read_usage(body, native=self.request.route.is_native) if is_json(head) else None
-        if usage is not None:
-            usage = note_usage(record, ticket, usage)
-        if (usage is None or usage.completion_tokens is None) and self._generates(head.content_type) and body:
-            usage = estimated(usage, ceil(len(body) / (1.0 if head.encoded else bytes_per_token(ticket))))
+        usage = used_by_body(record, ticket, self.request.route, head, body)
         if ticket.request.stores and head.status < 300:
             note_stored(runtime, ticket, self.request, head, body)
         # The time of an error shows nothing of the endpoint's speed.
@@ -455,11 +451,7 @@ class Exchange(ABC):
         if ended is Outcome.COMPLETED:  # a first leg, whose response is not the client's
             ended, label = without_response(error.kind), f"upstream_{error.kind.value}"
         self._note_failure(at, error.kind, label, ended)
-        runtime.close(ticket, verdict.outcome)
-        if verdict.retry:
-            self._retry(verdict.delay_s)
-        else:
-            self.refuse(LbError(ended))
+        self._follow(ticket, verdict, ended)
 
     # relay.RelayOwner
 
@@ -468,7 +460,7 @@ class Exchange(ABC):
 
     def committed(self) -> None:
         """See relay.RelayOwner. No other endpoint will be asked, and a stream can last for minutes."""
-        self.head_sent_by = None
+        self.head_sent_by = self._fallback = None
         if self._split is not None:
             self._split.forget_bodies()
         if len(self.request.body) > LARGE_BODY_BYTES:
@@ -486,39 +478,17 @@ class Exchange(ABC):
             self.broke(result)
             return
         self.record.outcome = result
-        usage = relay.usage
-        if usage is not None:
-            usage = note_usage(self.record, ticket, usage)
-        reported = None if usage is None else usage.completion_tokens
-        is_text = relay.is_readable_stream or self._generates(relay.content_type)
-        if is_text and (reported is None or result is not Outcome.COMPLETED):
-            # What was reported of a response that broke is what it had at its first event, or in one of its choices.
-            usage = estimated(usage, max(reported or 0, relay.generated(bytes_per_token(ticket))))
+        usage = used_by_stream(self.record, ticket, self.request.route, relay, result)
         self._shared.runtime.close(ticket, result, usage, timed_out=relay.timed_out)
         self.finish(relay.client_reusable)
 
-    def _generates(self, content_type: bytes = b"") -> bool:
-        """Whether a response of this type is text that a model writes, and not an error. Of what it heard there is no
-        usage, if the client wants that as text.
-        """
-        route = self.request.route
-        is_written = route.flatten is not None or (route.is_inference and content_type.startswith(b"text/"))
-        return is_written and self.record.status < 300
-
     def _used_so_far(self, outcome: Outcome) -> Usage | None:
-        """What the response has used that ends now with this outcome: what the endpoint wrote until then; and if the
-        client left before any of it came, what it is likely to have written. None: nothing that counts.
-        """
+        """What the response has used that ends now with this outcome; None: nothing that counts."""
         relay, ticket, is_left = self._work, self._ticket, outcome is Outcome.CLIENT_CLOSED
         if ticket is None or not isinstance(relay, Relay):
-            return estimated(None, 0) if is_left and self.step in {SENT, PREFILLING} and self._generates() else None
-        if not (relay.is_readable_stream or self._generates(relay.content_type)):
-            return None
-        usage, generated = relay.usage, relay.generated(bytes_per_token(ticket))
-        if usage is not None:
-            usage = usage.resolved(expected_prompt_tokens(ticket))
-            generated = max(generated, usage.completion_tokens or 0)
-        return estimated(usage, generated) if generated or is_left else None
+            generates = self.step in {SENT, PREFILLING} and self.request.route.flatten is not None
+            return estimated(None, 0) if is_left and generates else None
+        return used_so_far(self.record, ticket, self.request.route, relay, is_left=is_left)
 
     # Another attempt
 
@@ -536,13 +506,12 @@ class Exchange(ABC):
             return
         error = UpstreamError(FailureKind.STRANDED, "the endpoint is down, or makes no progress")
         verdict = self._shared.runtime.after_failure(ticket, error, self._failed.kinds)
-        if not verdict.retry:
+        if not verdict.retry and not self._may_fall_back(error.kind):
             return
         self._release_work()
         self.record.error = error.detail
         self._note_failure(ticket, error.kind, f"upstream_{error.kind.value}", verdict.outcome)
-        self._shared.runtime.close(ticket, verdict.outcome)
-        self._retry(verdict.delay_s)
+        self._follow(ticket, verdict, verdict.outcome)
 
     def _retry_elsewhere(self, status: int, body: bytes = b"", head: ResponseHead | None = None) -> bool:
         """Whether to drop this response and ask another endpoint, which is then in progress."""
@@ -561,26 +530,44 @@ class Exchange(ABC):
         after_s = None if head is None else retry_after_s(head.end_to_end)
         error = UpstreamError(kind, f"returned {status}", retry_after_s=after_s)
         verdict = runtime.after_failure(ticket, error, self._failed.kinds)
-        if not verdict.retry and kind is not FailureKind.REFUSED:
+        if not (verdict.retry or kind is FailureKind.REFUSED or self._may_fall_back(kind)):
             return False
         self._note_failure(ticket, kind, f"upstream_{status}")
-        runtime.close(ticket, verdict.outcome)
-        if verdict.retry:
-            self._retry(verdict.delay_s)
-        else:  # its words are for whoever owns the key, and may have a part of it
-            self.refuse(LbError(Outcome.NO_ENDPOINTS))
+        self._follow(ticket, verdict, without_response(kind))  # words of REFUSED are for whoever owns the key
         return True
 
     def _note_failure(self, ticket: Ticket, kind: FailureKind, label: str, ended: Outcome | None = None) -> None:
         self._failed = self._failed.add(ticket.placed_state.endpoint.uid, kind, ended)
         self.record.note_failure(ticket, label, self._shared.runtime.now())
 
-    def _retry(self, delay_s: float) -> None:
-        if delay_s:
-            timer = self._shared.runtime.loop.call_later(delay_s, self._guarded, self._place)
+    def _follow(self, ticket: Ticket, verdict: Verdict, ended: Outcome) -> None:
+        """End a failed attempt, and do what follows. `ended`: the request, if nothing does."""
+        self._shared.runtime.close(ticket, verdict.outcome)
+        if not verdict.retry:
+            self._unserved(LbError(ended))
+        elif verdict.delay_s:
+            timer = self._shared.runtime.loop.call_later(verdict.delay_s, self._guarded, self._place)
             self._enter(BACKING_OFF, timer)
         else:
             self._place()
+
+    def _may_fall_back(self, *kinds: FailureKind) -> bool:
+        """Whether another model is left that may serve the request after these failures, beside earlier ones."""
+        is_left = self.request.fallbacks if self._fallback is None else self._fallback.is_left
+        return bool(is_left) and may_fall_back((*self._failed.kinds, *kinds), repeatable=self.placed.repeatable)
+
+    def _unserved(self, error: LbError, *, replaceable: bool = True) -> None:
+        """No endpoint serves it for this model: another model does, or the client gets the error."""
+        if not (replaceable and self._may_fall_back()):
+            self.refuse(error if self._fallback is None else self._fallback.give_up(self.record))
+            return
+        self._end_split(error.outcome)
+        assert self._ticket is not None
+        self._fallback = fallback = self._fallback or Fallback(self.request, self.placed, self._ticket, error)
+        self.request, self.placed = fallback.next(self._shared.runtime.block_bytes)
+        self.record.model, self.record.fallback_from = self.placed.model, self.placed.fallback_from
+        self._failed = NO_FAILURES._replace(kinds=started(self._failed.kinds))
+        self._place()
 
     def _guarded(self, step: Callable[[*Arguments], None], *arguments: *Arguments) -> None:
         """Run a step; nothing above would handle its exceptions."""

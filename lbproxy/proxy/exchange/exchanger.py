@@ -71,6 +71,8 @@ class Exchanger:
         decision.
         """
         always = f"{cors}x-request-id: {record.request_id}\r\nx-lbproxy-attempts: {record.attempts}\r\n"
+        if record.fallback_from is not None:
+            always += f"x-lbproxy-model: {_ascii(record.model)}\r\n"
         if not self.expose_endpoint:
             return always
         fields = f"{always}x-lbproxy-endpoint: {record.endpoint}\r\n"
@@ -84,6 +86,8 @@ class Exchanger:
         explanation = record.explanation if made is None else compact(made)
         if explanation is None:
             return fields
+        if record.fallback_from is not None:
+            explanation += f"; fallback_from={_ascii(record.fallback_from)}"
         return f"{fields}x-lbproxy-explain: {explanation}; queue_ms={1000.0 * record.queue_s:.1f}\r\n"
 
 
@@ -93,6 +97,10 @@ def note_usage(record: RequestRecord, ticket: Ticket, usage: Usage) -> Usage:
         record.note_prediction(ticket)
     record.usage = usage = usage.resolved(expected_prompt_tokens(ticket))
     return usage
+
+
+def _ascii(model: str | None) -> str:
+    return (model or "").encode("ascii", "backslashreplace").decode("ascii")
 
 
 def origin_of(ticket: Ticket) -> Origin:

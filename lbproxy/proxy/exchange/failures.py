@@ -64,6 +64,7 @@ def without_response(kind: FailureKind) -> Outcome:
 
 _WITHOUT: Final = {
     FailureKind.BUSY: Outcome.NO_ENDPOINTS,
+    FailureKind.REFUSED: Outcome.NO_ENDPOINTS,
     FailureKind.LIMITED: Outcome.SATURATED,
     FailureKind.LATE: Outcome.UPSTREAM_TIMEOUT,
 }

@@ -21,7 +21,7 @@ _METHODS: Final = "GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"
 _EXPOSED: Final = ", ".join(
     (
         *("x-request-id", "x-lbproxy-attempts", "x-lbproxy-endpoint", "x-lbproxy-tier", "x-lbproxy-prefill"),
-        "x-lbproxy-explain",
+        *("x-lbproxy-explain", "x-lbproxy-model"),
         *(REASON_FIELD, "x-should-retry", "retry-after"),
     )
 )

@@ -57,6 +57,7 @@ SWITCHES: Final = frozenset({"websocket", "tcp"})
 """Values of Upgrade, in lower case, after which aiohttp reads no more HTTP."""
 CHECKED: Final = {
     b"x-lbproxy-tier": (re.compile(rb"[1-9]"), "a number from 1 to 9"),
+    b"x-lbproxy-fallback": (re.compile(rb"[01]"), "0 or 1"),
     b"x-lbproxy-keepalive": (
         re.compile(rb"0|[1-9][0-9]?|[1-5][0-9]{2}|600"),
         "0, or a number of seconds from 1 to 600",
@@ -163,6 +164,8 @@ class RequestFields:
     """x-lbproxy-keepalive: the client asks for a comment after each so many seconds of silence; 0 = for none."""
     explain: bool = False
     """x-lbproxy-explain: the client asks for an explanation of the routing decision."""
+    fallback: bool | None = None
+    """x-lbproxy-fallback: whether another model may serve the request; None: as the settings say."""
 
     def read_hint(self, key: bytes, value: bytes) -> None:
         """Read a field of `HINTS`; `key` in lower case. Raises LbError for one of `CHECKED` that cannot be meant."""
@@ -194,6 +197,8 @@ class RequestFields:
             raise LbError(Outcome.BAD_REQUEST, f"{key.decode()} is {what}.")
         if key == b"x-lbproxy-tier":
             self.max_tier = min(int(value), self.max_tier or int(value))
+        elif key == b"x-lbproxy-fallback":
+            self.fallback = value == b"1"
         else:
             self.keepalive_s = float(value)
 

@@ -69,7 +69,7 @@ def read_plain(data: bytes, max_body_bytes: int) -> ClientRequest | None:
     if plain is None:
         return None
     path, route, fields = plain
-    read = ("POST", path, route, fields, body, fields.credentials, False, fields.trace, None, None, (), 0.0)
+    read = ("POST", path, route, fields, body, fields.credentials, False, fields.trace, None, None, (), 0.0, ())
     return _new(ClientRequest, read)
 
 

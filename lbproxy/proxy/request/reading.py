@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 from typing import Final, NamedTuple, TypeAlias
 
 from lbproxy.config.tree import Settings
@@ -107,6 +108,8 @@ class RequestReader:
             facts, prompt = large
         record.model, record.stream = facts.model, facts.stream
         placed = self._placed(record, request, facts, prompt, is_large=large is not None)
+        if self._model_rules.has_settings:
+            request, placed = self._with_fallbacks(request, placed, record)
         if self._bounds_models and facts.model is None:
             request = request._replace(naming=Naming(()))  # it is placed by a model all the same, and names none
         if self._has_keepalive or request.fields.keepalive_s:
@@ -223,6 +226,25 @@ class RequestReader:
             return named
         served = self._runtime.serving.base_models()
         return resolve(None, [one for one in served if all(one in each for each in allowed)] if allowed else served)
+
+    def _with_fallbacks(
+        self, request: ClientRequest, placed: InferenceRequest, record: RequestRecord
+    ) -> tuple[ClientRequest, InferenceRequest]:
+        """The same with the models that may serve it instead, by the settings and its client: not what refers to
+        something that one server has.
+        """
+        said = self._model_rules.settings_of(record.alias, placed.model)
+        rules, flow, key = self._flow_rules, placed.flow, record.key
+        if not said.fallback or not request.route.is_inference or placed.response_id is not None:
+            return request, placed
+        if not (request.fields.upgrade or has_json(request) or has_form(request)):
+            return request, placed  # nothing names its model that could be replaced
+        allowed = rules.models_of(flow, key) if self._bounds_models else ()
+        others = tuple(one for one in said.fallback if one != placed.model and all(one in models for models in allowed))
+        if not others or not rules.may_fall_back(flow, request.fields.fallback, key):
+            return request, placed
+        after_s = inf if said.fallback_after is None else said.fallback_after
+        return request._replace(fallbacks=others), placed._replace(fallback_after_s=after_s)
 
     def _model_behind(self, name: str, request: ClientRequest, record: RequestRecord) -> str:
         """The model to place by. Notes the client's name in `record`, if that stands for another one."""
@@ -350,8 +372,8 @@ class RequestReader:
         if model is not None and model != named:
             request = request._replace(target=with_query_model(request.target, model))
         record.model = model
-        placed = self._placed(record, request, BodyFacts(model, True), None)
-        return request, placed._replace(open_ended=True)
+        placed = self._placed(record, request, BodyFacts(model, True), None)._replace(open_ended=True)
+        return self._with_fallbacks(request, placed, record)
 
     def model_cards(self) -> list[ModelCard]:
         """The models that clients may name: those of the endpoints that are up, and aliases of them."""
@@ -390,6 +412,22 @@ class RequestReader:
             self._served_until = now + SERVED_S
             self._served = frozenset(card.id for card in self._runtime.serving.model_cards())
         return self._served
+
+
+def for_model(
+    request: ClientRequest, placed: InferenceRequest, model: str, block_bytes: int | None
+) -> tuple[ClientRequest, InferenceRequest]:
+    """The same request for another model. Of a prompt in a large body the blocks are not known then: to read it again
+    would take long.
+    """
+    keys: tuple[BlockKey, ...] = ()
+    flatten, body = request.route.flatten, request.body
+    if placed.block_keys and flatten is not None and block_bytes is not None and len(body) <= PARSE_AT_ONCE_BYTES:
+        facts = read_json_body(body)
+        text, _ = flatten(facts.fields)
+        keys = hash_prompt(text, model=model, salt=facts.cache_salt, block_bytes=block_bytes)
+    named = placed._replace(model=model, block_keys=keys, fallback_from=placed.model)
+    return request._replace(model=model), named
 
 
 def as_named_by(endpoint: Endpoint, request: ClientRequest) -> ClientRequest:

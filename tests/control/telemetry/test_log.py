@@ -165,7 +165,10 @@ def test_a_request_that_was_never_placed_has_no_times_of_an_endpoint() -> None:
 def test_a_hostile_string_stays_inside_its_field(text: str) -> None:
     """Neither a forged line, nor bytes that the log's reader cannot decode, nor a megabyte."""
     line = access_line(
-        record(method=text, path=f"/{text}", client=text, model=text, key=text, alias=text, error=text), lines_of.now()
+        record(
+            method=text, path=f"/{text}", client=text, model=text, key=text, alias=text, fallback_from=text, error=text
+        ),
+        lines_of.now(),
     )
     assert line.count(b"\n") == 1
     assert line.endswith(b"}\n")

@@ -265,6 +265,18 @@ def test_hostile_model_names_make_no_series() -> None:
     }
 
 
+def test_fallbacks_are_counted_by_models_that_are_served_or_named_in_the_settings() -> None:
+    """A pattern may have other models for any name that a client writes."""
+    with telemetry(seen(1, "small")) as (made, _):
+        made.models = ["big"]
+        for n, name in enumerate(["big", "big", *HOSTILE]):
+            made.ended([record(model="small", fallback_from=name, ended_at=104.0 + n)])
+        made.ended([record(model="small")])
+        assert read(made)["lbproxy_fallbacks_total"] == {("big", "small"): 2, ("other", "small"): len(HOSTILE)}
+        made.models = []
+        assert read(made)["lbproxy_fallbacks_total"] == {("other", "small"): len(HOSTILE)}
+
+
 def test_at_most_a_hundred_models_have_series() -> None:
     """And the labels of long names are cut: adapters can have any name, in any number."""
     names = [f"adapter-{n}-" + "x" * 200 for n in range(150)]

@@ -234,7 +234,7 @@ def test_a_limit_that_is_lifted_lets_those_that_wait_go(policy: str) -> None:
     flows = balancer._flows
     flows.reconfigure(rules(), 1.0)
     for flow in flows:
-        balancer._unpark(flow)
+        balancer._unpark(flow, 1.0)
     assert balancer.poll(now=1.0) == tickets[1:]
     assert all(ticket.state is TicketState.PLACED for ticket in tickets)
 

@@ -9,7 +9,15 @@ import pytest
 
 from lbproxy.config.sections.routing import RetrySettings
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.core.requests.retry import BACKOFF_MAX_S, WINDOW_S, FailureKind, Retries, status_failure
+from lbproxy.core.requests.retry import (
+    BACKOFF_MAX_S,
+    WINDOW_S,
+    FailureKind,
+    Retries,
+    may_fall_back,
+    started,
+    status_failure,
+)
 
 K = FailureKind
 
@@ -70,6 +78,19 @@ def test_a_status_is_a_failure_by_its_class(statuses: tuple[int, ...], kind: Fai
         assert {status_failure(one, own_key=False, is_inference=False) for one in statuses} == {kind}
     else:
         assert status_failure(409, own_key=False, is_inference=False) is None, "it may be about what the client made"
+
+
+@pytest.mark.parametrize("kind", [one for one in K if one is not K.STALE])
+def test_another_model_is_asked_after_what_may_be_repeated_and_never_else(kind: FailureKind) -> None:
+    """What had not started is asked of any number of models; what may have been the request's doing once more."""
+    never = {K.TIMEOUT, K.LATE, K.EXHAUSTED}
+    not_started = {K.CONNECT, K.BUSY, K.LIMITED, K.MISSING, K.REFUSED, K.FORBIDDEN}
+    assert may_fall_back((), repeatable=False)
+    assert may_fall_back((kind,), repeatable=True) is (kind not in never)
+    assert may_fall_back((kind,), repeatable=False) is (kind in not_started)
+    assert may_fall_back((kind,) * 5, repeatable=True) is (kind in not_started | {K.GATEWAY, K.STRANDED})
+    assert may_fall_back((K.RESET, kind), repeatable=True) is (kind not in never | {K.RESET, K.ERROR})
+    assert started((kind, K.RESET, K.BUSY)) == ((K.RESET,) if kind in not_started else (kind, K.RESET))
 
 
 @pytest.mark.parametrize("kind", [K.ERROR, K.GATEWAY, K.RESET, K.STRANDED, K.LATE])

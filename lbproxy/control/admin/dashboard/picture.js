@@ -210,11 +210,12 @@ function drawLearned({ learned: found }) {
 
 // --- Recent requests, and one explained ----------------------------------------------------------------------------
 
+const served = (one) => (one.fallback_from === null ? plain(one.model) : `${plain(one.model)} for ${plain(one.fallback_from)}`);
 const isGood = (one) => one.outcome === "completed" && (one.status ?? 0) < 400;
 const DECISIONS = [
   { head: "ended", show: (one) => clock(Date.parse(one.at) + one.duration_ms), text: true },
   { head: "request", text: true },
-  { head: "model", show: (one) => plain(one.model), text: true },
+  { head: "model", show: served, text: true },
   { head: "endpoint", show: (one) => (one.prefill === null ? plain(one.endpoint) : `${plain(one.prefill)} → ${plain(one.endpoint)}`), text: true },
   { head: "outcome", show: (one) => `${isGood(one) ? "✓" : "✕"} ${words(one.outcome)}${isGood(one) ? "" : `, ${plain(one.status)}`}`, text: true },
   { head: "attempts", show: (one) => number(one.attempts) },
@@ -262,7 +263,7 @@ async function explain(id) {
 function* explanation(found) {
   const first = found.prefill === null ? "" : ` after prefill on ${plain(found.prefill)}${found.prefill_ms === null ? "" : ` in ${figure(found.prefill_ms)} ms`}`;
   const where = found.endpoint ? `on ${plain(found.endpoint)}${first}` : "on no endpoint";
-  yield node("p", {}, `${words(found.outcome)}, status ${plain(found.status)}, after ${figure(found.duration_ms)} ms, ${where}, ${count(found.attempts, "attempt")}. ${plain(found.method)} ${plain(found.path)}, model ${plain(found.model)}.`);
+  yield node("p", {}, `${words(found.outcome)}, status ${plain(found.status)}, after ${figure(found.duration_ms)} ms, ${where}, ${count(found.attempts, "attempt")}. ${plain(found.method)} ${plain(found.path)}, model ${served(found)}.`);
   if (found.waited) {
     const best = found.waited.endpoint === null ? "" : `, first for ${plain(found.waited.endpoint)}`;
     yield node("p", {}, `It waited ${figure(found.queue_ms)} ms${best}: ${plain(found.waited.meaning)}.`);

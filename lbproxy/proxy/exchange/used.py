@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a response has used: as its endpoint says, or estimated by what it wrote, so that it counts for limits."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.queue.ticket import Ticket
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import Usage, estimated
+from lbproxy.core.responses.usage import read_usage
+from lbproxy.net.connections.h1 import ResponseHead
+from lbproxy.proxy.exchange.exchanger import bytes_per_token, expected_prompt_tokens, note_usage
+from lbproxy.proxy.exchange.relay import Relay, is_json
+from lbproxy.proxy.request.routes import Route
+
+
+def used_by_body(record: RequestRecord, ticket: Ticket, route: Route, head: ResponseHead, body: bytes) -> Usage | None:
+    """Of a response that came complete. What was reported is noted in the record."""
+    usage = read_usage(body, native=route.is_native) if is_json(head) else None
+    if usage is not None:
+        usage = note_usage(record, ticket, usage)
+    if (
+        (usage is None or usage.completion_tokens is None)
+        and body
+        and _generates(route, head.status, head.content_type)
+    ):
+        usage = estimated(usage, ceil(len(body) / (1.0 if head.encoded else bytes_per_token(ticket))))
+    return usage
+
+
+def used_by_stream(record: RequestRecord, ticket: Ticket, route: Route, relay: Relay, ended: Outcome) -> Usage | None:
+    """Of a response that was relayed and `ended` so. What was reported is noted in the record."""
+    usage = relay.usage
+    if usage is not None:
+        usage = note_usage(record, ticket, usage)
+    reported = None if usage is None else usage.completion_tokens
+    if _wrote_text(relay, route, record.status) and (reported is None or ended is not Outcome.COMPLETED):
+        # What was reported of a response that broke is what it had at its first event, or in one of its choices.
+        usage = estimated(usage, max(reported or 0, relay.generated(bytes_per_token(ticket))))
+    return usage
+
+
+def used_so_far(record: RequestRecord, ticket: Ticket, route: Route, relay: Relay, *, is_left: bool) -> Usage | None:
+    """Of a response that ends early: what the endpoint wrote until then; and if the client left before any of it came
+    (`is_left`), what it is likely to have written. None: nothing that counts.
+    """
+    if not _wrote_text(relay, route, record.status):
+        return None
+    usage, generated = relay.usage, relay.generated(bytes_per_token(ticket))
+    if usage is not None:
+        usage = usage.resolved(expected_prompt_tokens(ticket))
+        generated = max(generated, usage.completion_tokens or 0)
+    return estimated(usage, generated) if generated or is_left else None
+
+
+def _wrote_text(relay: Relay, route: Route, status: int) -> bool:
+    return relay.is_readable_stream or _generates(route, status, relay.content_type)
+
+
+def _generates(route: Route, status: int, content_type: bytes) -> bool:
+    """Whether a response of this type is text that a model writes, and not an error. Of what it heard there is no
+    usage, if the client wants that as text.
+    """
+    return (route.flatten is not None or (route.is_inference and content_type.startswith(b"text/"))) and status < 300
