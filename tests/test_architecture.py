@@ -92,8 +92,8 @@ MAX_ATTRIBUTES = 15
 LARGE = {
     # plain facts, of which most things need a few
     "Placement": 21,
-    "RequestFields": 24,
-    "RequestRecord": 42,
+    "RequestFields": 25,
+    "RequestRecord": 43,
     # to be parted
     "Balancer": 18,
     "Choice": 16,

@@ -49,8 +49,7 @@ class FlowSettings(Section):
     """As at the top level, also for the API key of that name."""
 
     fallback: bool | None = None
-    """false: its requests get no other model than theirs (models.*.fallback). Holds for the API key, too, like
-    `max_tier`."""
+    """false: its requests get no other model. Holds for the API key, too, like `max_tier`. null = as the model says."""
 
     @field_validator("models", mode="after")
     @classmethod

@@ -32,10 +32,10 @@ class ModelSettings(ShortSection):
     """As at the top level."""
 
     fallback: tuple[str, ...] = Field(default=(), json_schema_extra={"maxItems": MAX_TARGETS})
-    """Other models, in order, that serve a request instead, before the first byte of a response: if all endpoints
-    failed, are down or refuse, or none lists the model."""
+    """Other models that serve its requests, in order, while none of its endpoints does: docs/failures.md, Another
+    model."""
     fallback_after: Annotated[float, duration("0s", "1h")] | None = None
-    """Also if a request would wait for a place longer than this, or did. null = as long as it takes."""
+    """Also if a request would wait longer than this, or did. null = it waits."""
 
     @model_validator(mode="before")
     @classmethod

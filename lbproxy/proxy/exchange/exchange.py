@@ -107,8 +107,6 @@ class Exchange(ABC):
     switches: bool = False
     """See net.connections.pool.Receiver."""
     _failed: AttemptFailures = NO_FAILURES
-    _fallback: Fallback | None = None
-    """Its own model did not serve it."""
 
     def __init__(self, shared: Exchanger, client: Client, record: RequestRecord, *, keep_alive: bool) -> None:
         self._shared = shared
@@ -460,7 +458,8 @@ class Exchange(ABC):
 
     def committed(self) -> None:
         """See relay.RelayOwner. No other endpoint will be asked, and a stream can last for minutes."""
-        self.head_sent_by = self._fallback = None
+        self.head_sent_by = None
+        self._failed = NO_FAILURES
         if self._split is not None:
             self._split.forget_bodies()
         if len(self.request.body) > LARGE_BODY_BYTES:
@@ -553,20 +552,22 @@ class Exchange(ABC):
 
     def _may_fall_back(self, *kinds: FailureKind) -> bool:
         """Whether another model is left that may serve the request after these failures, beside earlier ones."""
-        is_left = self.request.fallbacks if self._fallback is None else self._fallback.is_left
-        return bool(is_left) and may_fall_back((*self._failed.kinds, *kinds), repeatable=self.placed.repeatable)
+        failed = self._failed
+        is_left = bool(self.request.fallbacks) if failed.fallback is None else failed.fallback.is_left
+        return is_left and may_fall_back((*failed.kinds, *kinds), repeatable=self.placed.repeatable)
 
     def _unserved(self, error: LbError, *, replaceable: bool = True) -> None:
         """No endpoint serves it for this model: another model does, or the client gets the error."""
+        fallback, kinds = self._failed.fallback, started(self._failed.kinds)
         if not (replaceable and self._may_fall_back()):
-            self.refuse(error if self._fallback is None else self._fallback.give_up(self.record))
+            self.refuse(error if fallback is None else fallback.give_up(self.record))
             return
         self._end_split(error.outcome)
         assert self._ticket is not None
-        self._fallback = fallback = self._fallback or Fallback(self.request, self.placed, self._ticket, error)
+        fallback = fallback or Fallback(self.request, self.placed, self._ticket, error)
         self.request, self.placed = fallback.next(self._shared.runtime.block_bytes)
         self.record.model, self.record.fallback_from = self.placed.model, self.placed.fallback_from
-        self._failed = NO_FAILURES._replace(kinds=started(self._failed.kinds))
+        self._failed = AttemptFailures(kinds=kinds, fallback=fallback)
         self._place()
 
     def _guarded(self, step: Callable[[*Arguments], None], *arguments: *Arguments) -> None:

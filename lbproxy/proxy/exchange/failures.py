@@ -18,6 +18,7 @@ from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.core.requests.retry import FailureKind
 from lbproxy.driver.request_runtime import RequestRuntime
+from lbproxy.proxy.exchange.fallback import Fallback
 from lbproxy.proxy.request.client_request import rank_is_gone
 from lbproxy.proxy.request.own_responses import refusal
 from lbproxy.proxy.request.routes import Route
@@ -39,6 +40,8 @@ class AttemptFailures(NamedTuple):
     had handed over: it gets the request only if no other endpoint can."""
     has_looked: bool = False
     """None listed its model, and all were asked again."""
+    fallback: Fallback | None = None
+    """How far it is, if its own model did not serve it: these attempts were for another one."""
 
     @property
     def avoid(self) -> frozenset[EndpointUid]:
@@ -50,8 +53,8 @@ class AttemptFailures(NamedTuple):
         better.
         """
         suspect = uid if kind is FailureKind.ERROR else self.suspect
-        kinds = (*self.kinds, kind)
-        return AttemptFailures(self.endpoints | {uid}, kinds, suspect, ended or self.last, has_looked=self.has_looked)
+        kinds, last = (*self.kinds, kind), ended or self.last
+        return self._replace(endpoints=self.endpoints | {uid}, kinds=kinds, suspect=suspect, last=last, doubtful=None)
 
 
 NO_FAILURES: Final = AttemptFailures()
