@@ -188,7 +188,7 @@ def test_nothing_from_outside_moves_the_cursor() -> None:
         "shown": [found],
         "left_out": [{"endpoint": evil, "why": evil}],
     }
-    request = {
+    request: dict[str, Any] = {
         **dict.fromkeys(("id", "at", "method", "path", "model", "alias", "flow", "endpoint", "outcome", "error"), evil),
         "fallback_from": evil,
         "status": 200,

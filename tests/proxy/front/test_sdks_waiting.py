@@ -20,7 +20,7 @@ from tests.support.rig import rig
 CHAT = [{"id": "c", "object": "chat.completion.chunk", "choices": [{"index": 0, "delta": {"content": "Hello"}}]}]
 TEXT = [{"id": "c", "object": "text_completion", "choices": [{"index": 0, "text": "Hello"}]}]
 RESPONSE = [{"type": "response.output_text.delta", "delta": "Hello", "item_id": "i", "sequence_number": 1}]
-MESSAGE = [
+MESSAGE: list[dict[str, Any]] = [
     {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "Hello"}},
     {"type": "message_stop"},
 ]
