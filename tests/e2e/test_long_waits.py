@@ -41,7 +41,7 @@ class Times(NamedTuple):
     """How long requests wait."""
 
 
-SHORT = Times(2.0, 1.0, 3.5)
+SHORT = Times(4.0, 1.0, 6.0)
 LONG = Times(5.0, 3.0, 40.0)
 
 
