@@ -96,9 +96,9 @@ class Exchange(ABC):
     """What is in progress in this step: a dial, the connection that carries the request, a relay, a timer."""
     _ticket: Ticket | None = None
     """The current attempt."""
-    head_sent_by: HeadSender | None = None
+    head_sent_by: HeadSender | None
     """Who sent the head of a stream to the client, without any of a body: the relay of an attempt, or `_keepalive`."""
-    _keepalive: Keepalive | None = None
+    _keepalive: Keepalive | None
     """Keeps the client's connection alive in silences; None: nothing does."""
     _split: SplitRequest | None = None
     """The first leg of a request that is split, and what the second one is sent."""
@@ -110,7 +110,7 @@ class Exchange(ABC):
 
     def __init__(self, shared: Exchanger, client: Client, record: RequestRecord, *, keep_alive: bool) -> None:
         self._shared = shared
-        self._work = None  # not in the class: mypyc ignores a default of None for a union of other types
+        self._work = self.head_sent_by = self._keepalive = None  # in the class mypyc ignores None for such unions
         self.client = client
         self.record = record
         self.keep_alive = keep_alive
