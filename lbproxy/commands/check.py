@@ -6,7 +6,9 @@ store of the replicas, if there is one.
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import sys
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
@@ -51,8 +53,16 @@ NOT_ASKED = "no load reports: it has several ranks or processes, and each report
 MAX_NAMES_SHOWN = 10
 
 
-async def check(settings: Settings, console: Console | None = None) -> int:
+class _Out(Console):
+    def on_broken_pipe(self) -> None:
+        """Nobody reads on, as after `| head`: what was found still decides the exit code."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+async def check(settings: Settings, console: Console | None = None, *, strict: bool = False) -> int:
     """Dial every endpoint and print what was found. Returns 0 if at least one can be used, or there are none; else 1.
+    `strict`: also 1 if one cannot be used, or anything was warned of.
 
     Raises ConfigError if the files that the settings name cannot be used, or a package that they need is missing.
     """
@@ -71,36 +81,46 @@ async def check(settings: Settings, console: Console | None = None) -> int:
     finally:
         discovery.close()
         connections.close()
-    console = console or Console(highlight=False, soft_wrap=True)
+    console = console or _Out(highlight=False, soft_wrap=True)
     console.print("The settings are valid.")
     console.print(_asked_for(credentials))
     console.print(_rules(settings))
     for one in found:
         console.print(Text(f"\n{_title(one)}", style="bold"))
-        console.print(_table(one))
+        console.print(_table(one) if console.is_terminal else _lines(one))
     if settings.replicas.url is not None:
         console.print(await _replicas(settings.replicas))
-    for file in discovery.files:
-        if file.problem is not None:
-            console.print(Text(f"{file.entry.name}: cannot be used: {file.problem}", style="red"))
-    for name in discovery.names:
-        if name.problem is not None:
-            console.print(Text(f"{name.entry.name}: cannot be resolved: {name.problem}", style="red"))
-    for warning in (
+    unfollowed = _unfollowed(discovery)
+    for problem in unfollowed:
+        console.print(Text(problem, style="red"))
+    warnings = (
         *_ignored(settings, found),
         *_unverified(settings),
         *_keyless(settings),
+        *settings.flows.unused({*credentials.keys.values()}),
         *_unserved(settings, found),
         *_unkept(settings),
         *find_problems([one.part for one in found if one.reachable]),
-    ):
+    )
+    for warning in warnings:
         console.print(Text(f"\n{plain(warning)}", style="yellow"))
     usable = sum(one.usable for one in found)
     if not settings.endpoints:
         console.print("\nThere are no endpoints until some register (`lbproxy register`).")
-        return 0
-    console.print(f"\n{usable} of {len(found)} endpoints can be used.")
-    return 0 if usable else 1
+    else:
+        console.print(f"\n{usable} of {len(found)} endpoints can be used.")
+    if strict and (usable < len(found) or unfollowed or warnings):
+        return 1
+    return 0 if usable or not settings.endpoints else 1
+
+
+def _unfollowed(discovery: Discovery) -> list[str]:
+    """Files and names of `endpoints` that gave none."""
+    files = [f"{one.entry.name}: cannot be used: {one.problem}" for one in discovery.files if one.problem is not None]
+    names = [
+        f"{one.entry.name}: cannot be resolved: {one.problem}" for one in discovery.names if one.problem is not None
+    ]
+    return files + names
 
 
 def _asked_for(credentials: Credentials) -> str:
@@ -207,6 +227,11 @@ def _some(names: Sequence[str]) -> str:
 def _title(one: Inspection) -> str:
     name, url = one.endpoint.name, one.endpoint.base_url
     return name if name in url else f"{name}  {url}"
+
+
+def _lines(one: Inspection) -> Text:
+    """The same for a file or a pipe: a line each, however long, without padding."""
+    return Text("\n").join(Text(f"  {key:9}  ").append_text(text) for key, text in _rows(one))
 
 
 def _table(one: Inspection) -> Table:

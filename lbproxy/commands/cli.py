@@ -61,8 +61,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", metavar="FILE", help="settings (YAML); config.example.yaml explains every key")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
-    check = commands.add_parser("check", help="validate the settings and test every endpoint")
+    what = "validate the settings and test every endpoint"
+    exits = "Exit code: 0 if at least one endpoint can be used, 1 if none can, 2 if the settings are wrong."
+    check = commands.add_parser("check", help=what, description=f"{what.capitalize()}. {exits}")
     check.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS)
+    what = "1 also if any endpoint cannot be used, or anything is warned of"
+    check.add_argument("--strict", action="store_true", help=what)
 
     commands.add_parser("schema", help="print the JSON schema of the settings, for editors")
 
@@ -288,7 +292,7 @@ def _check(args: argparse.Namespace) -> int:
     settings = _read_settings(args.config)
     from lbproxy.commands.check import check  # noqa: PLC0415
 
-    return process.run(check(settings))
+    return process.run(check(settings, strict=args.strict))
 
 
 def _schema(_: argparse.Namespace) -> int:

@@ -288,6 +288,8 @@ def explanation(found: Fields) -> Group:
         pieces.append(Text(failed, style="yellow"))
     if found["error"]:
         pieces.append(Text(plain(found["error"]), style="yellow"))
+    if found.get("left_out"):
+        pieces.append(_not_asked(found["left_out"]))
     number = 0
     for one in found["decisions"]:
         number += not one.get("second_leg")
@@ -341,7 +343,8 @@ def _decision(made: Fields, number: int) -> Iterator[RenderableType]:
         every = dict.fromkeys(name for one in shown for name in one["parts"])  # whole and split requests differ
         names = [name for name in every if any(round(one["parts"].get(name) or 0.0, 1) for one in shown)]
         for name in names:
-            table.add_column(plain(name).replace("_", "\n"), justify="right", no_wrap=True)
+            assumed = "assumed\n" if name in made.get("assumed", ()) else ""  # nothing was learned of it yet
+            table.add_column(assumed + plain(name).replace("_", "\n"), justify="right", no_wrap=True)
         with_cached = any(one.get("cached_tokens") is not None for one in shown)
         if with_cached:
             table.add_column("cached\ntokens", justify="right", no_wrap=True)
@@ -354,10 +357,12 @@ def _decision(made: Fields, number: int) -> Iterator[RenderableType]:
     if count > len(shown) > 0:
         yield Text(f"and {count - len(shown)} more, with the same or higher costs", style="dim")
     if made["left_out"]:
-        listed = ", ".join(
-            f"{plain(one['endpoint'])} ({plain(one['why']).replace('_', ' ')})" for one in made["left_out"]
-        )
-        yield Text(f"not asked: {listed}", style="dim")
+        yield _not_asked(made["left_out"])
+
+
+def _not_asked(left_out: Sequence[Fields]) -> Text:
+    listed = ", ".join(f"{plain(one['endpoint'])} ({plain(one['why']).replace('_', ' ')})" for one in left_out)
+    return Text(f"not asked: {listed}", style="dim")
 
 
 def _pair(one: Fields) -> str:

@@ -32,7 +32,7 @@ from lbproxy.config.balancing import BalancingSettings
 from lbproxy.config.sections.routing import AdmissionSettings
 from lbproxy.core.caches.cache_report import CacheReport
 from lbproxy.core.endpoints.backpressure import Backpressure
-from lbproxy.core.endpoints.endpoint import EndpointSpec, EndpointUid
+from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec, EndpointUid
 from lbproxy.core.endpoints.endpoint_set import EndpointChanges, EndpointSet
 from lbproxy.core.endpoints.health import Health, Transition
 from lbproxy.core.endpoints.state import EndpointState
@@ -403,6 +403,10 @@ class Balancer:
         transfer = None if self._pool is None else of_transfer(self._pool)
         endpoints, models = self._endpoints.snapshot(now=now), self._placing.advice.models
         return PoolSnapshot(endpoints, len(self._queue), self._queue.bytes, flows, transfer, models, sleep)
+
+    def unavailable(self) -> Sequence[tuple[Endpoint, str]]:
+        """Endpoints that take no requests, with the reasons: the first of them."""
+        return self._endpoints.unavailable()
 
     def learned(self, *, now: float) -> tuple[PoolLearned, dict[EndpointUid, EndpointLearned]] | None:
         """What was learned of speeds and caches; None under policies that learn nothing."""

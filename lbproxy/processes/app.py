@@ -149,7 +149,7 @@ class Proxy:
         self.telemetry = Telemetry(log or ProcessLog(settings.log))
         balancer = Balancer(make_policy(settings.routing, rng), settings.balancing, rng=rng, first_uid=first_uid)
         balancer.explain(settings.explain.wanted)
-        self.recent = Recent(settings.explain.requests, time.monotonic, self._running_records)
+        self.recent = Recent(settings.explain.requests, time.monotonic, self._running_records, balancer.unavailable)
         sinks: list[Sink] = [self.telemetry, self.recent, *([self.telemetry.log] if make_plane is None else [])]
         self.runtime = runtime = Runtime(balancer, sinks)
         self.connections = ConnectionPool(runtime.pulse)
@@ -384,7 +384,7 @@ class Proxy:
 
     def _warn(self) -> None:
         """Say in the log what an operator may not have meant."""
-        self.plane.warn_if_open()
+        self.plane.warn()
         warn_of_unverified(self.settings.endpoints)
         if self.admin is not None:
             self.admin.warn_if_fixed()

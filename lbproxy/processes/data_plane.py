@@ -144,10 +144,13 @@ class DataPlane:
         """How many API keys there are; None = clients need none."""
         return None if self.front.requests.keys is None else len(self.front.requests.keys)
 
-    def warn_if_open(self) -> None:
-        """Say in the log that anyone may use this proxy, if that is so."""
+    def warn(self) -> None:
+        """Say in the log that anyone may use this proxy, if that is so, and which flows nobody has."""
+        keys = self.front.requests.keys
+        for text in self._settings.flows.unused(set() if keys is None else keys.names):
+            logger.warning("%s", text, extra={"event": "start"})
         beyond = [sock.getsockname()[0] for sock in self.front.listener.sockets if not _is_local(sock)]
-        if beyond and self.front.requests.keys is None:
+        if beyond and keys is None:
             text = "%s can be reached from other machines, and no API key is required: set auth.keys or auth.file"
             logger.warning(text, beyond[0], extra={"event": "start"})
 

@@ -155,7 +155,7 @@ class WorkersPlane:
     def stop_accepting(self) -> None:
         """Nothing: the supervisor tells the workers."""
 
-    def warn_if_open(self) -> None:
+    def warn(self) -> None:
         """Nothing: the first worker does."""
 
     def loops(self) -> list[Loop]:

@@ -110,7 +110,7 @@ class Worker:
         await plane.accept([socket.socket(fileno=fd) for fd in self._start.descriptors["listen"]])
         plane.front.url = self._start.url
         if not self._start.index:
-            plane.warn_if_open()
+            plane.warn()
         for name, run in plane.loops():
             spawn(name, run)
         spawn("the heartbeat", self._keep_beating)

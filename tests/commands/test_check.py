@@ -30,7 +30,13 @@ FIXTURES = Path(__file__).parent.parent / "fixtures" / "metrics"
 
 
 def checked(
-    scripts: dict[str, Script], more: str = "", engines: str = "{}", width: int = 200, settings: str = ""
+    scripts: dict[str, Script],
+    more: str = "",
+    engines: str = "{}",
+    width: int = 200,
+    settings: str = "",
+    *,
+    strict: bool = False,
 ) -> tuple[int, str]:
     """Exit code and output of checking one server and one that is not there."""
     console = Console(width=width, record=True, quiet=False, file=None, highlight=False, force_terminal=False)
@@ -42,10 +48,49 @@ def checked(
             text = (
                 f"endpoints: [{{url: '{server.url}', name: gpu-1{more}}}, '{gone.url}']\nengines: {engines}\n{settings}"
             )
-            return await check(parse(text, environ={}), console)
+            return await check(parse(text, environ={}), console, strict=strict)
 
     code = run(main())
     return code, "\n".join(line.rstrip() for line in console.export_text().splitlines())
+
+
+def test_strict_is_for_pipelines_that_want_all_of_it() -> None:
+    good: dict[str, Script] = {"/health": OK, "/v1/models": model_list("m"), "/metrics": NOT_FOUND}
+    assert checked(good)[0] == 0
+    code, output = checked(good, strict=True)
+    assert (code, "1 of 2 endpoints can be used." in output) == (1, True)
+
+
+def test_a_flow_that_no_key_has_is_warned_of() -> None:
+    """`bobb`: whoever misspells a name believes that a limit holds."""
+    keys = "auth: {keys: [{name: bob, key: 0123456789abcdef}]}\n"
+    flows = "flows: {named: {bob: {weight: 2}, bobb: {in_flight: 1}}"
+    output = checked({}, settings=f"{keys}{flows}}}")[1]
+    assert "flows.named.bobb: no API key has this name" in output
+    assert "flows.named.bob:" not in output
+    assert "no API key has" not in checked({}, settings=f"{keys}{flows}, header: true}}")[1], "clients may say bobb"
+    assert "no API key has" not in checked({}, settings=f"{flows}}}")[1], "without keys clients say it"
+    alone = "flows: {header: false, named: {anonymous: {in_flight: 1}, bob: {in_flight: 1}}}"
+    output = checked({}, settings=alone)[1]
+    assert "flows.named.bob: no" in output
+    assert "anonymous" not in output
+
+
+def test_what_is_piped_has_a_line_for_each_fact_and_ends_as_if_it_was_read(tmp_path: Path) -> None:
+    """`check | head -3` in a script with pipefail must not say that no endpoint can be used."""
+    file = tmp_path / "cfg.yaml"
+    url = f"http://127.0.0.1:{free_port()}"
+    endpoints = [f"{{url: '{url}/{'x' * 90}{n}', name: e{n}, health: null}}" for n in range(200)]
+    file.write_text(f"endpoints: [{', '.join(endpoints)}]\n")
+    command = [*LBPROXY, "check", "--config", str(file)]
+    whole = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert [line for line in whole.stdout.splitlines() if line.endswith(" ")] == []
+    assert sum(line.startswith("  reachable  no; ") for line in whole.stdout.splitlines()) == 200
+    piped = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert piped.stdout is not None
+    piped.stdout.close()
+    error = piped.communicate(timeout=120)[1]
+    assert (piped.returncode, error) == (whole.returncode, "")
 
 
 def test_a_good_server() -> None:

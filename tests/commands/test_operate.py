@@ -205,6 +205,10 @@ def test_nothing_from_outside_moves_the_cursor() -> None:
     }
     text = "\n".join([*lines, *drawn(explanation(request))])
     assert "costs in" not in text, "they have no unit"
+    guessed = request | {"decisions": [decision | {"shown": [found | {"parts": {"base": 40.0}}], "assumed": ["base"]}]}
+    assert "assumed" in "\n".join(drawn(explanation(guessed)))
+    lines = drawn(explanation(request | {"decisions": [], "left_out": [{"endpoint": "gpu-1", "why": "half_open"}]}))
+    assert "not asked: gpu-1 (half open)" in lines
     for stream, seen in ((True, "45.0"), (False, "-")):  # the first byte of what is no stream is its end
         told = explanation(request | {"stream": stream, "observed": request["observed"] | {"first_byte_ms": 45.0}})
         assert any(line.split() == ["first", "byte,", "ms", "-", seen] for line in drawn(told))

@@ -117,6 +117,10 @@ def test_a_file_of_keys() -> None:
     assert keys[2].key.is_in(f"{KEY}-d".encode())
 
 
+PASTED = [("a: sha256:", "  -"), ("sha256:", "  -"), ("a: sha256: ", ""), ("sha256: ", "")]
+"""What `sha256sum` prints ends in a dash; a space after the colon would make the digest a key's text."""
+
+
 @pytest.mark.parametrize(
     ("line", "told"),
     [
@@ -128,6 +132,7 @@ def test_a_file_of_keys() -> None:
         ("a: short", "line 2: expected a secret"),
         (f"b: {KEY}-1", "line 2: expected each key once, but line 1 has this one too"),
         ("a: sha256:abc", "line 2: expected a secret"),
+        *((f"{one}{'0' * 64}{end}", "line 2: expected sha256: and 64 hex digits") for one, end in PASTED),
         (f"a: {KEY}\x00", "line 2: expected a secret"),
     ],
 )

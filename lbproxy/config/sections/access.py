@@ -175,6 +175,8 @@ def read_key_file(text: str, *, source: str) -> list[KeySettings]:
             continue
         match = _KEY_LINE.fullmatch(content)
         try:
+            if "sha256:" in content and (match is None or match[1] == "sha256"):
+                raise expected("sha256: and 64 hex digits at once, and nothing after them")
             if match is None or (not match[1] and ":" in content and not content.startswith("sha256:")):
                 raise expected("NAME: KEY, with a space after the colon")
             key = Secret.read(match[2])

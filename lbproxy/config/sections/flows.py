@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Annotated, TypeAlias
 
 from pydantic import Field, field_validator
@@ -81,6 +82,16 @@ class FlowsSettings(Section):
             if _NAME.fullmatch(name) is None:
                 raise expected("names of 1 to 64 letters, digits and ._-")
         return value
+
+    def unused(self, keys: Collection[str]) -> list[str]:
+        """What to say of each named flow to which no request can belong. `keys`: the names of all API keys; empty =
+        none is needed.
+        """
+        if self.header or (self.header is None and not keys):
+            return []
+        known = keys or ("anonymous",)  # core.queue.flow.ANONYMOUS
+        why = "no API key has this name, and `flows.header` is off, so it applies to nothing"
+        return [f"flows.named.{name}: {why}" for name in self.named if name not in known]
 
     @property
     def rules(self) -> dict[str, FlowSettings]:

@@ -281,6 +281,7 @@ _DECISION = record(
     unit=_maybe(TEXT),
     candidates=COUNT,
     shown=_list(_CANDIDATE),
+    assumed=_list(TEXT),
     left_out=_list(record(endpoint=TEXT, why=TEXT)),
 )
 
@@ -300,6 +301,7 @@ _EXPLAINED = _joined(
     waited=_maybe(record(because=_WAIT, meaning=TEXT, endpoint=_maybe(TEXT), full_by=_FULL_BY, wake=_maybe(_WAKE))),
     failed=_list(record(endpoint=TEXT, failure=TEXT)),
     decisions=_list(ref("Decision")),
+    left_out=_list(record(endpoint=TEXT, why=TEXT)),
     lately=_maybe(_RECENT),
 )
 

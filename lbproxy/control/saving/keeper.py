@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar, TypeVarTuple
 
 from lbproxy.config.sections.routing import StateSettings
 from lbproxy.control.families.common import StateStats
-from lbproxy.control.saving.state_file import LockedError, StateFile, read
+from lbproxy.control.saving.state_file import LockedError, StateFile, problem, read
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.saved.reading import Saved, SavedError, encode
 from lbproxy.core.saved.restoring import Restoring
@@ -72,6 +72,7 @@ class Keeper:
         learned now, only what was used of limits is taken from the file: replicas tell that in another way.
         """
         found = await self._read()
+        await self._look()
         if (counted := self.counted) is not None:
             if found is not None:
                 found[0].forget_limits()
@@ -100,6 +101,16 @@ class Keeper:
         except (SavedError, OSError) as error:
             self._warn(f"cannot be used, so lbproxy starts as new: {_why(error)}")
         return None
+
+    async def _look(self) -> None:
+        """Say now, and not first at the stop, that the file cannot be written."""
+        path = self._settings.file
+        if path is None or self._complaint:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(READ_WITHIN_S):
+                if (why := await asyncio.to_thread(problem, path)) is not None:
+                    self._warn(f"cannot be written: {why}")
 
     def _usable(self, saved: Saved) -> tuple[Saved, float]:
         """What may be used now, and its age. Raises SavedError: nothing."""

@@ -47,7 +47,7 @@ def _lines(file: IO[bytes]) -> Iterator[bytes]:
 
 def problem(path: str) -> str | None:
     """Why the file cannot be written, as far as can be told without writing; None = nothing is in the way."""
-    file = Path(path)
+    file = Path(path).absolute()  # a name alone does not say where that is
     if file.is_dir():
         return "it is a folder"
     if not file.parent.is_dir():

@@ -17,6 +17,7 @@ from typing import Final, TypeAlias
 
 from lbproxy.control.telemetry.access_line import stamp
 from lbproxy.control.telemetry.because import because
+from lbproxy.core.endpoints.endpoint import Endpoint
 from lbproxy.core.endpoints.health import Health, Transition
 from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.observed.record import RequestRecord
@@ -26,6 +27,8 @@ from lbproxy.core.requests.outcome import LABEL_AND_STATUS, Outcome
 
 Fields: TypeAlias = dict[str, object]
 """A JSON object."""
+Absent: TypeAlias = Sequence[tuple[Endpoint, str]]
+"""Endpoints that take no requests, with the reasons."""
 
 REFUSED: Final = frozenset(
     {
@@ -72,13 +75,24 @@ LATEST: Final = 32
 class Recent:
     """A sink of the Runtime."""
 
-    def __init__(self, limit: int, now: Callable[[], float], running: Callable[[], Iterable[RequestRecord]]) -> None:
-        """`limit`: how many ended requests are kept. `running`: those that have not ended."""
+    def __init__(
+        self,
+        limit: int,
+        now: Callable[[], float],
+        running: Callable[[], Iterable[RequestRecord]],
+        unavailable: Callable[[], Absent] = tuple,
+    ) -> None:
+        """`limit`: how many ended requests are kept. `running`: those that have not ended. `unavailable`: the endpoints
+        that take no requests now.
+        """
         self._now = now
         self._running = running
         self._kept: deque[RequestRecord] = deque(maxlen=limit)
         self._transitions: deque[tuple[float, str, str, str, str]] = deque(maxlen=MAX_TRANSITIONS)
         """When, of which endpoint, from, to, why."""
+        self._unavailable = unavailable
+        self._absent: deque[tuple[RequestRecord, Absent]] = deque(maxlen=MAX_SUMMARIES)
+        """Of requests for which there was no endpoint: those that took none then."""
 
     def reconfigure(self, limit: int) -> None:
         """Keep so many from now on: the newest stay."""
@@ -89,6 +103,8 @@ class Recent:
         for record in records:
             if record.attempts or record.wait is not None or record.outcome in REFUSED:  # it came to the balancer
                 self._kept.append(record)
+                if record.outcome is Outcome.NO_ENDPOINTS:
+                    self._absent.append((record, (*self._unavailable(),)))
 
     def transition(self, transition: Transition) -> None:
         before, after = transition.before.value, transition.after.value
@@ -133,6 +149,8 @@ class Recent:
             return None
         record = known[found]
         fields = _explained(record, time.time() - self._now(), self._now(), running=found < len(running))
+        absent = next((absent for one, absent in self._absent if one is record), ())
+        fields["left_out"] = [{"endpoint": one.name, "why": why} for one, why in absent]
         return fields | {"lately": self.by_endpoint().get(record.endpoint or "")}
 
     def by_endpoint(self) -> dict[str, Fields]:
@@ -313,6 +331,7 @@ def _decision(made: Decision, offset: float, prompt_tokens: int | None) -> Field
         "unit": made.policy.unit,
         "candidates": made.candidates,
         "shown": shown,
+        "assumed": [name for name, value in made.policy.assumed if any(part.get(name) == value for part in parts)],
         "left_out": [{"endpoint": one.name, "why": why} for one, why in (*made.excluded, *made.unavailable)],
     }
 

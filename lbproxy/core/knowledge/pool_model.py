@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import asdict
+from typing import Final
 
 from mypy_extensions import mypyc_attr
 
@@ -25,6 +26,9 @@ from lbproxy.core.knowledge.transfer import Transfer
 from lbproxy.core.requests.media import FILLER_BYTES
 from lbproxy.core.requests.outline import UNCUT_STRING_BYTES
 from lbproxy.core.requests.request import InferenceRequest, Usage
+
+BASE_MS: Final = 40.0
+"""Assumed until it was learned: see `PoolModel.base_ms`."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)  # the simulation has one
@@ -47,7 +51,7 @@ class PoolModel:
         """Mean prefill work of a request."""
         self.load_times = LoadTimes()
         """Of adapters."""
-        self.base_ms = 40.0
+        self.base_ms = BASE_MS
         """Time to the first token that does not depend on the prompt, of endpoints that served recently."""
         self.transfer = Transfer(self.token_ms)
         """Of prompts' KV caches from one endpoint to another."""

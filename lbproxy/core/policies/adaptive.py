@@ -26,7 +26,7 @@ from lbproxy.core.caches.sessions import KNOWN_SHARE, Home
 from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.knowledge.load_model import LoadModel
 from lbproxy.core.knowledge.placement import freed_per_ms
-from lbproxy.core.knowledge.pool_model import PoolModel
+from lbproxy.core.knowledge.pool_model import BASE_MS, PoolModel
 from lbproxy.core.knowledge.prefill_work import PER_CONTEXT, SHORT, work_tokens
 from lbproxy.core.policies.policy import Context, Policy, Prices
 from lbproxy.core.requests.prompt_keys import BLOCK_BYTES
@@ -114,6 +114,7 @@ class Adaptive(Policy):
     tolerance = 1.0
     notes_costs = True
     unit: str | None = "ms"
+    assumed: tuple[tuple[str, float], ...] = (("base", BASE_MS),)
     first_byte_parts = frozenset({"base", "wait", "prefill", "space_wait", "adapter"})
 
     def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], context: Context) -> Prices:  # noqa: PLR0915 - a call costs more than a statement

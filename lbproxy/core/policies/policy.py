@@ -107,6 +107,8 @@ class Policy(ABC):
     less, and always under policies whose costs are no times."""
     unit: str | None = None
     """The unit of its costs and their parts; None: none."""
+    assumed: tuple[tuple[str, float], ...] = ()
+    """Parts that have exactly these values until anything was learned of them."""
     first_byte_parts: frozenset[str] = frozenset()
     """The parts of its costs whose sum is the predicted time to the first byte, in milliseconds."""
 

@@ -67,7 +67,12 @@ class Outcome(Enum):
     INVALID_JSON = _bad("invalid_json", 400, "The request body is not valid JSON.")
     MISSING_MODEL = _bad("missing_model", 400, "The request names no model.")
     RESERVED_FIELD = _bad("reserved_field", 400, "The request body has a field that only lbproxy itself may set.")
-    UNAUTHORIZED = _bad("invalid_api_key", 401, "A valid API key is required: `Authorization: Bearer KEY`.", close=True)
+    UNAUTHORIZED = _bad(
+        "invalid_api_key",
+        401,
+        "A valid API key is required: `Authorization: Bearer KEY` or `x-api-key: KEY`.",
+        close=True,
+    )
     FORBIDDEN = _bad("forbidden", 403, "This is not allowed through the load balancer.")
     UNKNOWN_URL = _bad("unknown_url", 404, "Unknown request URL. Paths begin with /v1; metrics are on the admin port.")
     MODEL_NOT_FOUND = _bad("model_not_found", 404, "The model does not exist.")

@@ -24,7 +24,10 @@ _ONE_KEY = re.compile(rb"%b([!-~]{1,512})[ \t]*\r\n(?:%b\1[ \t]*\r\n)*" % (_FIEL
 each use another."""
 
 
-SEVERAL: Final = "The request has several credentials that are not the same valid API key: send one."
+SEVERAL: Final = (
+    "The request has several credentials that are not the same valid API key: send one, as `Authorization: Bearer KEY` "
+    "(an SDK's `api_key`) or as `x-api-key: KEY`."
+)
 
 
 class KeyRing:
@@ -36,6 +39,11 @@ class KeyRing:
 
     def __len__(self) -> int:
         return len(self._names)
+
+    @property
+    def names(self) -> set[str]:
+        """Of all keys."""
+        return set(self._names.values())
 
     def name_of(self, credentials: bytes) -> str:
         """The name of the key in a request's credentials (RequestFields). Raises LbError UNAUTHORIZED."""

@@ -490,6 +490,17 @@ def test_a_request_is_found_by_the_begin_of_its_id_if_that_is_enough(begin: str,
     assert (recent.explain("night-1") or {})["id"] == "night-1"
 
 
+def test_a_request_for_which_all_were_down_says_so() -> None:
+    """Else nothing says which servers there are."""
+    gone = [(Endpoint(name="gpu-1", base_url="http://gpu-1:1", uid=EndpointUid(1)), "down")]
+    recent = Recent(10, lambda: 20.0, list, lambda: gone)
+    nowhere = record("nowhere", endpoint=None, attempts=0, wait=None, outcome=Outcome.NO_ENDPOINTS, decision=None)
+    recent.ended([nowhere, record("other")])
+    gone.clear()  # what was then, not what is now
+    explained = [recent.explain(name) or {} for name in ("nowhere", "other")]
+    assert [one["left_out"] for one in explained] == [[{"endpoint": "gpu-1", "why": "down"}], []]
+
+
 def test_a_request_that_was_held_says_for_which_endpoint_and_why() -> None:
     recent = Recent(10, lambda: 20.0, list)
     recent.ended([record("any"), record("held", wait=Wait.HELD, held_for="e2", full_by="requests")])

@@ -62,6 +62,20 @@ def test_what_one_process_learned_the_next_one_knows(tmp_path: Path, caplog: pyt
     assert sorted(one.name for one in tmp_path.iterdir()) == ["state", "state.lock"]
 
 
+def test_that_the_file_cannot_be_written_is_said_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Not first at the stop, when what was learned is lost."""
+    kept = Kept(tmp_path / "none" / "state")
+    run(kept.keeper.restore())
+    assert f"cannot be written: there is no folder {tmp_path}/none" in caplog.text
+    caplog.clear()
+    run(Kept(tmp_path / "state").keeper.restore())
+    assert "cannot" not in caplog.text
+
+
+def test_a_relative_path_is_said_in_full() -> None:
+    assert problem("none/state") == f"there is no folder {Path.cwd()}/none"
+
+
 def test_without_prefixes(tmp_path: Path) -> None:
     kept = Kept(tmp_path / "state", experienced(), prefixes=False)
     run(kept.keeper.stop())

@@ -12,6 +12,7 @@ from lbproxy.control.telemetry.because import advantage
 from lbproxy.control.telemetry.recent import Recent
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
 from lbproxy.core.endpoints.state import EndpointState
+from lbproxy.core.knowledge.pool_model import BASE_MS
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.policies.explain import Decision
 from lbproxy.core.policies.registry import make_policy
@@ -69,6 +70,22 @@ def test_each_reason_to_overflow_is_said_before_the_choice_within_the_tier() -> 
     assert said[Overflow.DOWN] == "no endpoint of a lower tier took requests; it was the only one that could take it"
     assert all(one.endswith("; it was the only one that could take it") for one in said.values())
     assert len({*said.values()}) == len(Overflow)
+
+
+def test_what_nothing_was_learned_of_yet_is_said_to_be_assumed() -> None:
+    balancer, _ = pool_of(2, policy="adaptive")
+    balancer.explain(True)
+    recent = Recent(9, lambda: 20.0, list)
+    for at in (1.0, 2.0):
+        ticket, record = balancer.submit(prompt(8), now=at), RequestRecord(str(at), "POST", "/v1/x", "127.0.0.1", 0.0)
+        record.note_placed(ticket)
+        recent.ended([record])
+        balancer.first_byte(ticket, now=at + 0.01)
+        balancer.close(ticket, Outcome.COMPLETED, now=at + 0.02)
+    (first,), (second,) = ((recent.explain(name) or {})["decisions"] for name in ("1.0", "2.0"))  # type: ignore[misc]
+    assert first["assumed"] == ["base"]
+    assert {one["parts"]["base"] for one in first["shown"]} == {BASE_MS}
+    assert second["assumed"] == []
 
 
 @pytest.mark.parametrize(("policy", "unit"), [("adaptive", "ms"), ("min-ttft", "ms"), ("least-request", None)])

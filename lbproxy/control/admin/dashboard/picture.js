@@ -270,6 +270,7 @@ function* explanation(found) {
   }
   for (const one of found.failed) yield node("p", { class: "warn" }, `An attempt at ${plain(one.endpoint)} failed: ${words(one.failure)}.`);
   if (found.error) yield node("p", { class: "warn" }, plain(found.error));
+  if (found.left_out.length) yield notAsked(found.left_out);
   let attempt = 0;
   for (const made of found.decisions) yield* decision(made, (attempt += made.second_leg ? 0 : 1));
   if (!found.decisions.length) return;
@@ -286,6 +287,8 @@ function latelyOf({ endpoint, lately }) {
 /** A candidate, or what was chosen: an endpoint, or two of which the first computes the prompt. */
 const pairOf = (one) => (one.decode_on === null ? plain(one.endpoint) : `${plain(one.endpoint)} → ${plain(one.decode_on)}`);
 
+const notAsked = (leftOut) => node("p", { class: "dim" }, `Not asked: ${leftOut.map((one) => `${plain(one.endpoint)} (${words(one.why)})`).join(", ")}.`);
+
 function* decision(made, attempt) {
   yield node("p", {}, node("strong", {}, `Attempt ${attempt}: ${made.second_leg ? "decode on " : ""}${pairOf(made)}`), `, by ${plain(made.policy)}: ${plain(made.because)}.`);
   const { whole, split } = made.lowest_costs;
@@ -295,11 +298,11 @@ function* decision(made, attempt) {
     const names = every.filter((name) => made.shown.some((one) => Math.abs(one.parts[name] ?? 0) >= 0.05));
     const cached = made.shown.some((one) => one.cached_tokens !== null);
     const rows = made.shown.map((one) => [`${one.chosen ? "✓ " : ""}${pairOf(one)}`, number(one.cost, 1), ...names.map((name) => number(one.parts[name], 1)), ...(cached ? [number(one.cached_tokens)] : [])]);
-    yield scrolled([made.unit ? `costs in ${plain(made.unit)}` : "candidate", "cost", ...names.map(words), ...(cached ? ["cached tokens"] : [])], rows, made.shown.findIndex((one) => one.chosen));
+    yield scrolled([made.unit ? `costs in ${plain(made.unit)}` : "candidate", "cost", ...names.map((name) => (made.assumed.includes(name) ? `${words(name)}, assumed` : words(name))), ...(cached ? ["cached tokens"] : [])], rows, made.shown.findIndex((one) => one.chosen));
   }
   const more = made.candidates - made.shown.length;
   if (made.shown.length && more > 0) yield node("p", { class: "dim" }, `And ${number(more)} more, with the same or higher costs.`);
-  if (made.left_out.length) yield node("p", { class: "dim" }, `Not asked: ${made.left_out.map((one) => `${plain(one.endpoint)} (${words(one.why)})`).join(", ")}.`);
+  if (made.left_out.length) yield notAsked(made.left_out);
 }
 function scrolled(heads, rows, chosen = -1) {
   const head = node("tr", {}, ...heads.map((text, index) => node("th", { scope: "col", class: index ? "number" : "" }, text)));
