@@ -183,6 +183,7 @@ $(BENCH)/litellm/.peer:
 # The environment: from the lock files alone, each package checked against its hashes.
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lbproxy needs Python 3.11 or newer: make PYTHON=python3.12")'
+	@echo 'Installing into $(VENV) ...'
 	$(PYTHON) -m venv $(VENV)
 
 # uv installs in seconds what takes pip a minute, which judges each of 60,000 files of the index. Where it finds nothing, since

@@ -19,7 +19,6 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from lbproxy.commands.cli import _parser
 from lbproxy.config.descriptions import descriptions
 from lbproxy.config.sections.access import AdminSettings, KeySettings, ListenSettings, TlsSettings
 from lbproxy.config.sections.clients import Address
@@ -211,22 +210,6 @@ def test_simulator_has_every_preset() -> None:
         for name, p in PRESETS.items()
     ]
     expect_generated(DOCS / "simulator.md", "presets", table(heads, rows))
-
-
-def test_simulator_has_every_option() -> None:
-    commands = next(action.choices for action in _parser()._actions if action.dest == "command")
-    assert isinstance(commands, dict)
-    lines = []
-    for action in commands["mock"]._actions:
-        if action.dest != "help":
-            told = re.search(r"\(default: (.*)\)", action.help or "")
-            default = told[1].removeprefix("the ") if action.default is None and told is not None else action.default
-            text = re.sub(r" ?\(default: .*\)", "", action.help or "where it listens")
-            if action.choices:
-                text = f"{', '.join(action.choices)}; {text}"
-            shown = "" if default in (None, []) or action.nargs == 0 else f" ({default})"
-            lines.append(f"- `{action.option_strings[0]}`{shown}: {text}\n")
-    expect_generated(DOCS / "simulator.md", "options", "".join(lines))
 
 
 def parameter_text(name: str, parameter: Parameter) -> str:

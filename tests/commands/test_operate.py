@@ -209,8 +209,9 @@ def test_nothing_from_outside_moves_the_cursor() -> None:
     assert "assumed" in "\n".join(drawn(explanation(guessed)))
     lines = drawn(explanation(request | {"decisions": [], "left_out": [{"endpoint": "gpu-1", "why": "half_open"}]}))
     assert "not asked: gpu-1 (half open)" in lines
+    observed = {"first_byte_ms": 45.0, "cached_tokens": None, "prompt_tokens": None}
     for stream, seen in ((True, "45.0"), (False, "-")):  # the first byte of what is no stream is its end
-        told = explanation(request | {"stream": stream, "observed": request["observed"] | {"first_byte_ms": 45.0}})
+        told = explanation(request | {"stream": stream, "observed": observed})
         assert any(line.split() == ["first", "byte,", "ms", "-", seen] for line in drawn(told))
     assert any(line.startswith("costs in ms cost") for line in drawn(explanation(request | in_ms(decision))))
     assert text.count("asked for as") == text.count("  flow ") == 1

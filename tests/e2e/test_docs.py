@@ -9,7 +9,8 @@ The word in `<!-- test: WORD -->` above a fence:
 - `faults` (sh): the same before a running `lbproxy mock`.
 - `lora` (sh): before two simulated servers that take adapters, and an lbproxy that lets clients load them.
 - `sleep` (sh): before two simulated servers that share a GPU, one of them asleep.
-- `job` (sh): before an lbproxy with the settings of its page (tests/e2e/test_jobs.py), with the output below it.
+- `start`, `job` (sh): one after the other, with the settings of their page (tests/e2e/test_jobs.py); the second has
+  the output below it.
 - `keys` (sh): before an lbproxy with the settings above it (tests/e2e/test_docs_examples.py).
 - `traces` (sh): before an lbproxy that sends traces to a collector.
 - `refused` (yaml): settings that are wrong; the next block of the page is exactly what is said about them.
@@ -84,6 +85,7 @@ def test_marks_are_known_and_used() -> None:
         ("lora", "sh"),
         ("traces", "sh"),
         ("sleep", "sh"),
+        ("start", "sh"),
         ("job", "sh"),
         ("refused", "yaml"),
         ("other", "yaml"),

@@ -34,8 +34,9 @@ _PASSED_ON = ("Forwarded", "X-Forwarded-For", "X-Real-IP")
 _NOT_FROM_HERE = "Without admin.token in the settings, this is only open to programs on lbproxy's own machine."
 _WITH_THE_MADE = "Changes need the admin token: `lbproxy admin-token` prints it, `lbproxy dashboard` a link with it."
 _WITH_NOTHING = (
-    "Changes need a token, and there was no folder to write one to: set state.file (its folder is used), admin.token, "
-    "or make admin a Unix socket, and start lbproxy again. `kill -HUP` reloads the settings without a token."
+    "Changes need a token, and there was no folder to write one to: set $XDG_RUNTIME_DIR or $RUNTIME_DIRECTORY to one, "
+    "or state.file (its folder is used), or admin.token, or make admin a Unix socket, and start lbproxy again. "
+    "`kill -HUP` reloads the settings without a token."
 )
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

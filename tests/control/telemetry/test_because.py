@@ -82,7 +82,8 @@ def test_what_nothing_was_learned_of_yet_is_said_to_be_assumed() -> None:
         recent.ended([record])
         balancer.first_byte(ticket, now=at + 0.01)
         balancer.close(ticket, Outcome.COMPLETED, now=at + 0.02)
-    (first,), (second,) = ((recent.explain(name) or {})["decisions"] for name in ("1.0", "2.0"))  # type: ignore[misc]
+    explained: list[dict[str, Any]] = [recent.explain(name) or {} for name in ("1.0", "2.0")]
+    (first,), (second,) = (one["decisions"] for one in explained)
     assert first["assumed"] == ["base"]
     assert {one["parts"]["base"] for one in first["shown"]} == {BASE_MS}
     assert second["assumed"] == []
