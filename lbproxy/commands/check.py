@@ -6,9 +6,7 @@ store of the replicas, if there is one.
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import sys
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
@@ -53,14 +51,7 @@ NOT_ASKED = "no load reports: it has several ranks or processes, and each report
 MAX_NAMES_SHOWN = 10
 
 
-class _Out(Console):
-    def on_broken_pipe(self) -> None:
-        """Nobody reads on, as after `| head`: what was found still decides the exit code."""
-        self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-async def check(settings: Settings, console: Console | None = None, *, strict: bool = False) -> int:
+async def check(settings: Settings, console: Console, *, strict: bool = False) -> int:
     """Dial every endpoint and print what was found. Returns 0 if at least one can be used, or there are none; else 1.
     `strict`: also 1 if one cannot be used, or anything was warned of.
 
@@ -81,7 +72,6 @@ async def check(settings: Settings, console: Console | None = None, *, strict: b
     finally:
         discovery.close()
         connections.close()
-    console = console or _Out(highlight=False, soft_wrap=True)
     console.print("The settings are valid.")
     console.print(_asked_for(credentials))
     console.print(_rules(settings))

@@ -29,6 +29,8 @@ from lbproxy.processes import process
 
 # The settings are imported by commands that read some: pydantic takes 0.2 s of CPU, which the others need not wait for.
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from lbproxy.config.tree import Settings
 
 T = TypeVar("T")
@@ -292,7 +294,19 @@ def _check(args: argparse.Namespace) -> int:
     settings = _read_settings(args.config)
     from lbproxy.commands.check import check  # noqa: PLC0415
 
-    return process.run(check(settings, strict=args.strict))
+    return process.run(check(settings, _console(), strict=args.strict))
+
+
+def _console() -> Console:
+    """One that goes on where nobody reads on, as after `| head`: what was found still decides the exit code."""
+    from rich import console  # noqa: PLC0415
+
+    class Piped(console.Console):
+        def on_broken_pipe(self) -> None:
+            self.quiet = True
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    return Piped(highlight=False, soft_wrap=True)
 
 
 def _schema(_: argparse.Namespace) -> int:

@@ -72,6 +72,8 @@ ELSEWHERE = {
     ): "tests/control/admin/test_api.py: `models` of the state; the rest needs jq",
     ("disaggregation.md", "vllm serve"): "tests/real/test_disaggregation.py starts vLLM with these roles",
     ("sleep.md", "VLLM_SERVER_DEV_MODE"): "another program's; tests/control/sleeping/test_sleep_calls.py: its API",
+    ("agents-at-home.md", "export ANTHROPIC_BASE_URL"): "tests/clients/test_agents.py: the same of agents.md",
+    ("replace-nginx.md", "events {}"): "tests/e2e/test_jobs.py: the settings beside it have the same",
     ("README.md", "python3 -m venv"): "tests/test_compiled.py: what of it is compiled; the rest needs a network",
     ("operations.md", "python3 -m venv /opt"): "tests/test_deploy.py: the unit; the rest needs root and systemd",
     (
