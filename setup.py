@@ -117,7 +117,7 @@ def extensions() -> list[Extension]:
 
     files = [f"{folder}/{name}.py" for folder, names in COMPILED.items() for name in names.split()]
     say(
-        f"translates {len(files)} modules to C and compiles them: three to ten minutes. With LBPROXY_PURE=1 it takes "
+        f"translates {len(files)} modules to C and compiles them: three to ten minutes, longer on a busy machine. With LBPROXY_PURE=1 it takes "
         "less than one, and a request twice the CPU"
     )
     try:

@@ -78,8 +78,9 @@ async def check(settings: Settings, console: Console, *, strict: bool = False) -
     for one in found:
         console.print(Text(f"\n{_title(one)}", style="bold"))
         console.print(_table(one) if console.is_terminal else _lines(one))
-    if settings.replicas.url is not None:
-        console.print(await _replicas(settings.replicas))
+    store = None if settings.replicas.url is None else await _replicas(settings.replicas)
+    if store is not None:
+        console.print(store)
     unfollowed = _unfollowed(discovery)
     for problem in unfollowed:
         console.print(Text(problem, style="red"))
@@ -99,7 +100,7 @@ async def check(settings: Settings, console: Console, *, strict: bool = False) -
         console.print("\nThere are no endpoints until some register (`lbproxy register`).")
     else:
         console.print(f"\n{usable} of {len(found)} endpoints can be used.")
-    if strict and (usable < len(found) or unfollowed or warnings):
+    if strict and (usable < len(found) or unfollowed or warnings or (store is not None and store.style != "green")):
         return 1
     return 0 if usable or not settings.endpoints else 1
 

@@ -210,6 +210,8 @@ class Worker:
         self._plane.adopt(wanted, prepared)
         self._runtime.reconfigure(wanted)
         self._log.reconfigure(self._log_settings())
+        if not self._start.index and wanted != now:
+            self._plane.warn()
 
     # Figures
 

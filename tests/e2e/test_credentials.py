@@ -161,6 +161,19 @@ def test_a_file_of_keys_that_changes_is_taken_over_and_a_bad_one_is_not(server: 
         assert "Traceback" not in process.read()
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_flow_that_no_key_has_is_said_at_the_start_and_at_a_reload(server: str, tmp_path: Path, workers: int) -> None:
+    """Whoever misspells the name of a key believes that a limit holds."""
+    more = f"workers: {workers}\nauth: {{keys: [{{name: bob, key: '${{INLINE_KEY}}'}}]}}\n"
+    config = write_settings(tmp_path, server, f"{more}flows: {{named: {{bob: {{weight: 2}}, bobb: {{in_flight: 1}}}}}}")
+    with running(config) as (process, _, _):
+        process.wait_for(r"flows\.named\.bobb: no API key has this name")
+        write_settings(tmp_path, server, f"{more}flows: {{named: {{bop: {{in_flight: 1}}}}}}")
+        process.process.send_signal(signal.SIGHUP)
+        process.wait_for(r"flows\.named\.bop: no API key has this name")
+        assert "flows.named.bob:" not in process.read()
+
+
 def test_keys_come_and_go_by_a_reload(server: str, tmp_path: Path) -> None:
     config = write_settings(tmp_path, server)
     with running(config) as (process, url, admin):

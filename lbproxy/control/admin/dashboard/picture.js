@@ -75,7 +75,7 @@ function pathOf(values, from, to, top, closed) {
   let path = "";
   let before = null;
   let start = 0;
-  for (const [time, value] of [...values, [Infinity, null]]) {
+  for (const [time, value] of [...values.filter(([, known]) => known !== null), [Infinity, null]]) {
     const goesOn = before !== null && value !== null && time - before[0] <= GAP_MS;
     if (before !== null && !goesOn) path += closed ? `L${before[1]} 49.5L${start} 49.5Z` : "h0.01";
     before = null;
