@@ -117,8 +117,8 @@ def extensions() -> list[Extension]:
 
     files = [f"{folder}/{name}.py" for folder, names in COMPILED.items() for name in names.split()]
     say(
-        f"translates {len(files)} modules to C and compiles them: three to ten minutes, longer on a busy machine. With LBPROXY_PURE=1 it takes "
-        "less than one, and a request twice the CPU"
+        f"translates {len(files)} modules to C and compiles them: three to ten minutes, longer on a busy machine. With "
+        "LBPROXY_PURE=1 it takes less than one, and a request twice the CPU"
     )
     try:
         made: list[Extension] = mypycify(files, opt_level="2", debug_level="0", multi_file=True, group_name="lbproxy")
