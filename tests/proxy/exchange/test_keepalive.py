@@ -351,6 +351,7 @@ def test_a_client_hears_between_two_attempts() -> None:
         async with kept(first, after(release)) as (it, client, ends):
             client.send(post(STREAM))
             await client.head()
+            await until(lambda: ends[0].requests)
             ends[0].wires[0].reset()
             await until(lambda: ends[1].requests)
             assert (await client.reader.readexactly(9 * len(SIGN))).endswith(3 * SIGN)
@@ -417,6 +418,7 @@ def test_a_client_that_leaves_while_it_hears_is_gone() -> None:
         async with kept(hang) as (it, client, (one,)):
             client.send(post(STREAM))
             await signs(client)
+            await until(lambda: one.requests)
             client.writer.transport.abort()
             await until(one.wires[0].gone.is_set)
             assert await record_of(it) == (Outcome.CLIENT_CLOSED, 200, 1)
