@@ -43,7 +43,7 @@ COMPILED = {
     "lbproxy/core/sleeping": "phase server servers sleepers",
     "lbproxy/core/scaling": "demand",
     "lbproxy/core/replicas": "journal peers",
-    "lbproxy/core/observed": "record snapshot",
+    "lbproxy/core/observed": "ledger record snapshot",
     "lbproxy/driver": "request_runtime runtime",
     "lbproxy/workers": "contents known link origins remote reports server",
     "lbproxy/net/connections": "backlog corked h1 patience pool upload",

@@ -27,6 +27,7 @@ from lbproxy.commands.tables import (
     plain,
     replicas,
     summary,
+    tokens,
     transitions,
     workers,
 )
@@ -37,6 +38,7 @@ RELOAD_S = 60.0
 """For reading the settings and resolving what they name, in all processes."""
 _NONE_NEEDED = "it listens on a Unix socket, which needs none, or found no folder for one (as its log says)"
 AGAIN_S = 1.0
+MAX_FLOWS = 10
 MAX_TRANSITIONS = 3
 MIN_DECISIONS = 3
 OWN_LINES = 6
@@ -56,6 +58,8 @@ def status(client: AdminClient, console: Console, *, as_json: bool, legend: bool
         if lines is not None:
             console.print(lines)
     console.print(fleet(state["endpoints"]))
+    if (used := tokens(state.get("flows") or [], MAX_FLOWS)) is not None:
+        console.print(Text("\ntokens since the start, by flow", style="dim"), used, sep="\n")
     console.print(LEGEND if legend else "`lbproxy status --legend` says what the columns mean", style="dim")
     return 0
 

@@ -112,6 +112,28 @@ def replicas(state: Fields) -> Text | None:
     return text
 
 
+def tokens(rows: Sequence[Fields], limit: int) -> Table | None:
+    """Who used how many tokens; None: nobody did."""
+    if not rows:
+        return None
+    table = Table(box=None, padding=(0, 0, 0, 1), header_style="dim", pad_edge=False)
+    with_models = any(one["model"] is not None for one in rows)
+    with_days = any("day" in one for one in rows)
+    for head in (["day"] if with_days else []) + ["flow"] + (["model"] if with_models else []):
+        table.add_column(head, no_wrap=True, max_width=MAX_NAME)
+    for head in ("prompt", "cached", "completion", "estimated"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for one in rows[:limit]:
+        prompt = one["prompt_uncached"] + one["prompt_cached"]
+        named = [plain(one["day"])] if with_days else []
+        named += [plain(one["flow"])] + ([plain(one["model"] or "-")] if with_models else [])
+        numbers = prompt, one["prompt_cached"], one["completion"], one["estimated"]
+        table.add_row(*(Text(_short(name)) for name in named), *(f"{number:,}" for number in numbers))
+    if len(rows) > limit:
+        table.add_row(Text(f"and {len(rows) - limit} more", style="dim"))
+    return table
+
+
 def offer(state: Fields) -> Text:
     """What clients find and where; of endpoints that take nothing, why. A line each, `MAX_AILING` at most of these."""
     models = dict.fromkeys(name for one in state["endpoints"] for name in one["models"] or ())

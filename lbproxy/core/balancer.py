@@ -48,6 +48,7 @@ from lbproxy.core.observed.learned import (
     of_queue,
     of_transfer,
 )
+from lbproxy.core.observed.ledger import Ledger
 from lbproxy.core.observed.snapshot import PoolSnapshot
 from lbproxy.core.placing import Placing
 from lbproxy.core.policies.policy import Policy
@@ -378,6 +379,11 @@ class Balancer:
         return journal, Peers(journal, self._endpoints, self._flows, self.stored_responses, wake=wake, unpark=unpark)
 
     # Reading
+
+    @property
+    def ledger(self) -> Ledger:
+        """Who used how many tokens."""
+        return self._placing.ledger
 
     @property
     def block_bytes(self) -> int | None:

@@ -17,6 +17,7 @@ from lbproxy.core.endpoints.breaker import NO_FLOWS
 from lbproxy.core.endpoints.endpoint_set import EndpointSet
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.state import EndpointState
+from lbproxy.core.observed.ledger import Ledger
 from lbproxy.core.queue.dispatcher import Dispatcher
 from lbproxy.core.queue.flows import Flows
 from lbproxy.core.queue.limits import with_estimate
@@ -42,6 +43,7 @@ class Placing:
         advice: Advice,
     ) -> None:
         self.advice = advice
+        self.ledger = Ledger()
         self._endpoints, self._flows, self._limits, self._backpressure = endpoints, flows, flows.limits, backpressure
         self._judge = endpoints.judge
         self._dispatcher = dispatcher
@@ -176,6 +178,7 @@ class Placing:
         if flow.limited or ticket.placed_state.allowance is not None or self.journal is not None:
             used = self._limits.ended(ticket, usage, now, served=served)
         if served:
+            self.ledger.add(flow.name, ticket.request.model, self._limits.tokens(ticket, usage))
             self._limits.learn(ticket, usage)
         self._flows.ended(ticket, usage, now, served=served)
         return used

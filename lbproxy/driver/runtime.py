@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from lbproxy.config.tree import Settings
 from lbproxy.core.balancer import Balancer
@@ -24,6 +24,7 @@ from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.engines.orca import LoadReport
 from lbproxy.core.engines.server_info import Description
 from lbproxy.core.observed.learned import EndpointLearned
+from lbproxy.core.observed.ledger import Pair
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.observed.sink import Sink
 from lbproxy.core.observed.snapshot import PoolSnapshot
@@ -31,7 +32,7 @@ from lbproxy.core.policies.policy import Policy
 from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.requests.openai import ModelCard
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.core.requests.request import InferenceRequest, Usage
+from lbproxy.core.requests.request import InferenceRequest, Tokens, Usage
 from lbproxy.core.requests.retry import FailureKind, UpstreamError, Verdict
 from lbproxy.driver.model_look import ByAddress, ModelLook, ModelReader
 from lbproxy.driver.request_runtime import RequestRuntime
@@ -333,6 +334,10 @@ class Runtime(RequestRuntime):
     def snapshot(self) -> PoolSnapshot:
         """Everything, now."""
         return self.balancer.snapshot(now=self.now())
+
+    def used(self) -> Mapping[Pair, Tokens]:
+        """Tokens since the start, by flow and model."""
+        return self.balancer.ledger.since_start()
 
     def learned_of(self, uids: Iterable[EndpointUid]) -> dict[EndpointUid, EndpointLearned]:
         """The same of these members alone, about 10 µs for each; empty under policies that learn nothing."""

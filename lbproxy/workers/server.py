@@ -24,7 +24,7 @@ from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.policies.explain import compact
 from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.core.requests.request import InferenceRequest
+from lbproxy.core.requests.request import InferenceRequest, reported
 from lbproxy.core.requests.retry import FailureKind, UpstreamError, Verdict
 from lbproxy.driver.runtime import Runtime
 from lbproxy.workers import messages as m
@@ -285,9 +285,11 @@ class Session:
     def _on_ended(self, message: m.Ended) -> None:
         job = self.jobs.pop(message.number, None)
         if job is None:
-            record = self._lost_record(message.number) or RequestRecord(
-                message.id, message.method, message.path, message.client, message.started_at
-            )
+            lost = self._lost_record(message.number)
+            record = lost or RequestRecord(message.id, message.method, message.path, message.client, message.started_at)
+            if lost is None and message.usage is not None and message.flow is not None:  # its worker placed it alone
+                used = reported(message.usage)
+                self._runtime.balancer.ledger.add(message.flow, message.model, used)
         else:
             record = job.record
             ticket = job.ticket

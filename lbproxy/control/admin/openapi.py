@@ -163,6 +163,10 @@ _REPLICAS = record(
     others=_list(_REPLICA),
 )
 
+_TOKENS = record(
+    flow=TEXT, model=_maybe(TEXT), prompt_uncached=COUNT, prompt_cached=COUNT, completion=COUNT, estimated=COUNT
+)
+
 _STATE = record(
     version=TEXT,
     at=STAMP,
@@ -203,6 +207,8 @@ _STATE = record(
             room=_maybe(NUMBER),
         )
     ),
+    flows=_list(_TOKENS),
+    tokens=_list(_TOKENS),
     queue=record(
         waiting=COUNT,
         bytes=COUNT,

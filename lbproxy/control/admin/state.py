@@ -21,12 +21,16 @@ from lbproxy.control.telemetry.access_line import stamp
 from lbproxy.control.telemetry.recent import Fields, Recent
 from lbproxy.core.endpoints.state import EndpointSnapshot
 from lbproxy.core.observed.learned import EndpointLearned, QueueSnapshot
+from lbproxy.core.observed.ledger import Pair, by_flow, largest
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.replicas.shown import ReplicaFacts, ReplicationFacts
+from lbproxy.core.requests.request import Tokens
 from lbproxy.core.sleeping.sleepers import SleepSnapshot
 from lbproxy.driver.runtime import Runtime
 
 RECENT_TRANSITIONS = 20
+SHOWN_FLOWS = 100
+SHOWN_PAIRS = 20
 
 
 class Drainable(Protocol):
@@ -89,7 +93,7 @@ class ShownState:
     def everything(self) -> Fields:
         """GET /admin/state."""
         learned = self._runtime.balancer.learned(now=self._runtime.now())
-        loads, workers = self._loads, self.workers()
+        loads, workers, used = self._loads, self.workers(), self._runtime.used()
         return {
             "version": __version__,
             "at": stamp(time.time()),
@@ -107,6 +111,8 @@ class ShownState:
             "state_file": _state_file(loads.state),
             "endpoints": self.endpoints(),
             "models": [_rounded(one._asdict()) for one in self._runtime.snapshot().models],
+            "flows": [_tokens(*row) for row in largest(by_flow(used), SHOWN_FLOWS)],
+            "tokens": [_tokens(*row) for row in largest(used, SHOWN_PAIRS)],
             "queue": _queue(self._runtime.balancer.queue(now=self._runtime.now())),
             "learned": None if learned is None else _rounded(asdict(learned[0])),
             "transitions": self.recent.transitions()[:RECENT_TRANSITIONS],
@@ -261,6 +267,11 @@ def _other(one: ReplicaFacts) -> Fields:
         "resets": 0 if peer is None else peer.resets,
         "missed": 0 if peer is None else peer.missed,
     }
+
+
+def _tokens(pair: Pair, used: Tokens) -> Fields:
+    parts = {name: getattr(used, name) for name in Tokens._fields[:3]}
+    return {"flow": pair[0], "model": pair[1] or None, **parts, "estimated": used.estimated}
 
 
 def _rounded(values: Fields) -> Fields:

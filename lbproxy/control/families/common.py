@@ -20,8 +20,10 @@ from prometheus_client.utils import floatToGoString
 from lbproxy.control.discovery.discovery import EndpointFile
 from lbproxy.control.discovery.known_names import KnownName, KnownService
 from lbproxy.control.families.histogram import Histogram
+from lbproxy.core.observed.ledger import Pair
 from lbproxy.core.queue.flow import FlowSnapshot
 from lbproxy.core.queue.flows import OTHERS
+from lbproxy.core.requests.request import Tokens
 
 
 def add_to(family: HistogramMetricFamily, labels: Sequence[str], seen: Histogram) -> None:
@@ -275,6 +277,19 @@ def flow_families(flows: Sequence[FlowSnapshot]) -> Iterator[Metric]:
     yield counters("flow_served_tokens", text, ("flow",), columns[2])
     text = "Requests refused because of their flow's limit of requests or tokens per minute"
     yield counters("flow_refused", text, ("flow",), columns[3])
+
+
+def token_families(used: Mapping[Pair, Tokens]) -> list[Metric]:
+    """Who used how much. The parts of `tokens` add up; what servers did not report of it is estimated."""
+    text = "Tokens of responses, by flow and model: uncached and cached ones of the prompt, and those of the response"
+    names, estimated = ("flow", "model", "type"), "The part of lbproxy_tokens_total that no server reported"
+    tokens = [((*pair, kind), getattr(row, kind)) for pair, row in used.items() for kind in Tokens._fields[:3]]
+    guesses = [
+        ((*pair, kind), guess)
+        for pair, row in used.items()
+        for kind, guess in (("prompt_uncached", row.estimated_prompt), ("completion", row.estimated_completion))
+    ]
+    return [counters("tokens", text, names, tokens), counters("estimated_tokens", estimated, names, guesses)]
 
 
 def source_families(names: Sequence[KnownName | KnownService], files: Sequence[EndpointFile]) -> Iterator[Metric]:

@@ -16,6 +16,7 @@ import orjson
 from lbproxy.core.observed.record import MAX_PATH_CHARS, RequestRecord
 from lbproxy.core.queue.flow import ANONYMOUS
 from lbproxy.core.requests.outcome import LABEL_AND_STATUS, Outcome
+from lbproxy.core.requests.request import Usage
 
 MAX_FIELD_CHARS: Final = 256
 MAX_ERROR_CHARS: Final = 512
@@ -112,7 +113,7 @@ def access_line(record: RequestRecord, at: bytes) -> bytes:
     queue_s = record.queue_s
     queue = b"null" if placed_at is None else _milliseconds(queue_s) if queue_s > 0.0 else b"0.000"
     ttfb = b"null" if first_byte_at is None else _milliseconds(first_byte_at - started_at)
-    return b'{"time":"%b%b%b%b%b,"response_bytes":%b,"events":%b,"queue_ms":%b,"ttfb_ms":%b,"duration_ms":%b%b' % (
+    return b'{"time":"%b%b%b%b%b,"response_bytes":%b,"events":%b%b,"queue_ms":%b,"ttfb_ms":%b,"duration_ms":%b%b' % (
         at,
         words,
         request_id.encode("ascii"),
@@ -120,10 +121,24 @@ def access_line(record: RequestRecord, at: bytes) -> bytes:
         _number(record.request_bytes),
         _number(record.response_bytes),
         _number(record.events),
+        _NO_USAGE if record.usage is None else _tokens(record.usage, record.cached_tokens),
         queue,
         ttfb,
         _milliseconds(record.ended_at - started_at),
         _more(record, request_id),
+    )
+
+
+_NO_USAGE: Final = b',"prompt_tokens":null,"cached_tokens":null,"completion_tokens":null'
+
+
+def _tokens(usage: Usage, cached: int | None) -> bytes:
+    """As the endpoint reported them."""
+    prompt, completion = usage.prompt_tokens, usage.completion_tokens
+    return b',"prompt_tokens":%b,"cached_tokens":%b,"completion_tokens":%b' % (
+        b"null" if prompt is None else _number(prompt),
+        b"null" if cached is None else _number(cached),
+        b"null" if completion is None else _number(completion),
     )
 
 

@@ -6,7 +6,8 @@ What belongs to an endpoint or to the queue is not counted here at all but read 
 moment. Invariants:
 
 - Names and labels are an interface: dashboards depend on them.
-- Labels are bounded: endpoints by design, flows to the 100 that got most; those of requests in `families.requests`.
+- Labels are bounded: endpoints by design, flows to the 100 that got most, flows with models to those that the Ledger
+  counts; those of requests in `families.requests`.
 - What an engine did not say, or said too long ago, has no sample. It is never 0.
 - Series of an endpoint or model that is gone vanish.
 """
@@ -43,6 +44,7 @@ from lbproxy.control.families.common import (
     render,
     source_families,
     state_families,
+    token_families,
     worker_families,
 )
 from lbproxy.control.families.endpoints import one_per_name, render_endpoints
@@ -55,9 +57,11 @@ from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.endpoints.health import Health, Transition
 from lbproxy.core.engines.kv_events import KvStats
 from lbproxy.core.observed.learned import EndpointLearned
+from lbproxy.core.observed.ledger import Pair
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.observed.snapshot import PoolSnapshot
 from lbproxy.core.replicas.shown import ReplicationFacts
+from lbproxy.core.requests.request import Tokens
 
 logger = logging.getLogger("lbproxy")
 
@@ -78,6 +82,9 @@ class Snapshots(Protocol):
 
     def snapshot(self) -> PoolSnapshot:
         """Everything, now."""
+
+    def used(self) -> Mapping[Pair, Tokens]:
+        """Tokens since the start, by flow and model."""
 
     def learned_of(self, uids: Iterable[EndpointUid]) -> dict[EndpointUid, EndpointLearned]:
         """What was learned of these endpoints; empty under policies that learn nothing."""
@@ -199,7 +206,15 @@ class Telemetry:
                 written = 0
                 await asyncio.sleep(0)
             pieces.append(render(family))
+        pieces += await self._tokens()
         return b"".join(pieces), CONTENT_TYPE_PLAIN_0_0_4
+
+    async def _tokens(self) -> list[bytes]:
+        """Of many flows and models, written in a thread."""
+        families = token_families({} if self._pool is None else self._pool.used())
+        if sum(len(one.samples) for one in families) > SAMPLES_A_TURN:
+            return await asyncio.to_thread(lambda: [render(one) for one in families])
+        return [render(one) for one in families]
 
     async def _learned(self, uids: Sequence[EndpointUid]) -> dict[EndpointUid, EndpointLearned]:
         """What was learned of these endpoints; of many, in several turns of the loop."""

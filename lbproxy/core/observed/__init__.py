@@ -3,6 +3,6 @@
 
 Plain values that do not change: metrics, logs, traces, the dashboard and reports are made of these and of nothing else.
 
-Imported by: `balancer`, `control`, `driver`, `extras`, `processes`, `proxy`, `workers`. Never: state that decides
-something.
+Imported by: `balancer`, `control`, `driver`, `extras`, `placing`, `processes`, `proxy`, `workers`. Never: state that
+decides something.
 """

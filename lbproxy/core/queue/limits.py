@@ -5,6 +5,8 @@ A placed ticket has one count, `used_tokens`: of its prompt, and of its response
 its endpoint also what is expected of its response (`reserved_tokens`), so that what runs there is within its limits. At
 the end both are corrected to what was used: as reported, else as estimated, never nothing for what was served. A second
 leg has no prompt, as the first had it; and of a first leg no response counts, as the second begins with it.
+
+`tokens` is the same for the account of who used how much (`core.observed.ledger`), whether there are limits or not.
 """
 
 from __future__ import annotations
@@ -13,12 +15,22 @@ from typing import Final
 
 from lbproxy.core.capacity.allowance import Allowance
 from lbproxy.core.queue.ticket import Ticket
-from lbproxy.core.requests.request import BYTES_PER_TOKEN, DECODE, PREFILL, InferenceRequest, Usage, estimated
+from lbproxy.core.requests.request import (
+    BYTES_PER_TOKEN,
+    DECODE,
+    PREFILL,
+    InferenceRequest,
+    Tokens,
+    Usage,
+    estimated,
+    reported,
+)
 
 FIRST_BINARY_TOKENS: Final = 1000.0
 """For audio, an image or a file, at least, until an endpoint reports its tokens: its bytes do not show them."""
 BINARY_MODELS: Final = 64
 """Models whose tokens of binary bodies are learned separately."""
+NO_TOKENS: Final = Tokens()
 USUAL_GAP_S: Final = 0.02
 """Between two tokens of a response, under policies that learn none."""
 
@@ -105,6 +117,21 @@ class Limits:
             allowance.take(0.0, reserved - ticket.reserved_tokens, now)
         ticket.used_tokens, ticket.reserved_tokens = used, reserved
 
+    def tokens(self, ticket: Ticket, usage: Usage | None) -> Tokens:
+        """What a ticket used that was served. A request with two tickets counts with that of its second leg."""
+        leg, first = ticket.request.leg, ticket.prefill
+        if leg == PREFILL and not ticket.counts_in_flow:
+            return NO_TOKENS
+        completion = None if usage is None else usage.completion_tokens
+        response = 0 if leg == PREFILL else ticket.response_tokens if completion is None else completion
+        guess = response if completion is None or (usage is not None and usage.is_estimate) else 0
+        if leg == DECODE and first is None:
+            return Tokens(0, 0, response, 0, guess)
+        if usage is None or usage.prompt_tokens is None:
+            size = round(self._expected_prompt(ticket if first is None else first))
+            return Tokens(size, 0, response, size, guess)
+        return reported(usage)._replace(completion=response, estimated_completion=guess)
+
     def _used(self, ticket: Ticket, usage: Usage | None) -> float:
         """The tokens of a ticket that was served, as reported, or else as estimated."""
         leg = ticket.request.leg
@@ -116,6 +143,12 @@ class Limits:
         if usage is None or usage.prompt_tokens is None or leg == DECODE:
             return self._prompt(ticket) + response
         return usage.prompt_tokens + response
+
+    def _expected_prompt(self, ticket: Ticket) -> float:
+        """The tokens of a placed ticket's prompt, as far as was learned of others."""
+        if ticket.placement is None or not ticket.request.prompt_bytes:
+            return self.prompt_tokens(ticket.request)
+        return ticket.placement.prompt_tokens
 
     def _prompt(self, ticket: Ticket) -> float:
         """The tokens of a placed ticket's prompt, before the endpoint reports them. What was learned of other prompts

@@ -121,5 +121,36 @@ def estimated(usage: Usage | None, completion_tokens: int) -> Usage:
     return Usage(prompt, cached, completion_tokens, None, True)
 
 
+class Tokens(NamedTuple):
+    """What requests used, whoever counted it; whole tokens, 0 or more."""
+
+    prompt_uncached: int = 0
+    prompt_cached: int = 0
+    completion: int = 0
+    estimated_prompt: int = 0
+    """Of `prompt_uncached`, those that no server reported."""
+    estimated_completion: int = 0
+    """Of `completion`, the same."""
+
+    @property
+    def all(self) -> int:
+        return self.prompt_uncached + self.prompt_cached + self.completion
+
+    @property
+    def estimated(self) -> int:
+        """Of `all`, those that no server reported."""
+        return self.estimated_prompt + self.estimated_completion
+
+    def plus(self, more: Tokens) -> Tokens:
+        return Tokens(*[one + other for one, other in zip(self, more, strict=True)])
+
+
+def reported(usage: Usage) -> Tokens:
+    """What was reported, of a whole request."""
+    prompt = usage.prompt_tokens or 0
+    cached = min(max(0, usage.cached_tokens or 0), prompt)
+    return Tokens(prompt - cached, cached, usage.completion_tokens or 0)
+
+
 NO_USAGE: Final = Usage()
 """For a complete response that reports no usage: its duration is learned all the same."""

@@ -35,6 +35,7 @@ from lbproxy.control.telemetry.log import (
 from lbproxy.control.telemetry.writer import MAX_LINES, LineWriter
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import Usage
 
 HOSTILE = [
     'quote " backslash \\ line\nfeed\r\n{"event":"request"}',
@@ -136,10 +137,20 @@ def test_an_access_line_says_what_happened() -> None:
         "request_bytes": 10,
         "response_bytes": 200,
         "events": 7,
+        "prompt_tokens": None,
+        "cached_tokens": None,
+        "completion_tokens": None,
         "queue_ms": 250.0,
         "ttfb_ms": 500.0,
         "duration_ms": 1500.0,
     }
+
+
+def test_an_access_line_says_what_the_endpoint_reported_of_tokens() -> None:
+    line = json.loads(access_line(record(usage=Usage(1200, None, 30)), lines_of.now()))
+    assert (line["prompt_tokens"], line["cached_tokens"], line["completion_tokens"]) == (1200, None, 30)
+    split = record(usage=Usage(1200, 1200, 30), prefill="gpu-2", prefill_usage=Usage(1200, 800, 1))
+    assert json.loads(access_line(split, lines_of.now()))["cached_tokens"] == 800
 
 
 def test_a_split_request_names_where_its_prompt_was_computed() -> None:

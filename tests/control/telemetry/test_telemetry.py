@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -34,10 +34,11 @@ from lbproxy.core.endpoints.health import Health, Transition
 from lbproxy.core.endpoints.state import EndpointSnapshot
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.observed.learned import FULL_BY, EndpointLearned, PoolLearned
+from lbproxy.core.observed.ledger import Pair
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.observed.snapshot import PoolSnapshot
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.core.requests.request import Usage
+from lbproxy.core.requests.request import Tokens, Usage
 from tests.control.rig import Rig, rig
 from tests.control.telemetry.test_log import HOSTILE, Reader
 from tests.support.aio import run
@@ -56,6 +57,7 @@ class FakePool:
     def __init__(self, *endpoints: EndpointSnapshot) -> None:
         self.now = PoolSnapshot(list(endpoints), 3, 4096)
         self.rooms: dict[EndpointUid, EndpointLearned] = {}
+        self.tokens: Mapping[Pair, Tokens] = {}
         self.asked: list[int] = []
         """Of how many endpoints at once."""
 
@@ -63,6 +65,9 @@ class FakePool:
 
     def snapshot(self) -> PoolSnapshot:
         return self.now
+
+    def used(self) -> Mapping[Pair, Tokens]:
+        return self.tokens
 
     def learned_of(self, uids: Iterable[EndpointUid]) -> dict[EndpointUid, EndpointLearned]:
         asked = list(uids)
@@ -467,3 +472,16 @@ def test_ejections_are_counted_by_cause_and_panic_and_slow_start_shown() -> None
     assert page["lbproxy_endpoint_readmitted"] == {("e1",): 0, ("e2",): 1}
     assert page["lbproxy_endpoint_share"] == {("e1",): 0.25, ("e2",): 1}
     assert page["lbproxy_endpoint_up"] == {("e1",): 1, ("e2",): 0}
+
+
+def test_tokens_are_shown_by_flow_and_model_and_their_parts_add_up() -> None:
+    with telemetry() as (made, pool):
+        pool.tokens = {("team", "m"): Tokens(10, 20, 30, 4, 5), ("others", "other"): Tokens(1)}
+        found = read(made)
+        of_team = {kind: found["lbproxy_tokens_total"]["team", "m", kind] for kind in Tokens._fields[:3]}
+        assert of_team == {"prompt_uncached": 10, "prompt_cached": 20, "completion": 30}
+        guesses = found["lbproxy_estimated_tokens_total"]
+        assert guesses["team", "m", "prompt_uncached"] == 4
+        assert guesses["team", "m", "completion"] == 5
+        pool.tokens = {(f"flow{n}", "m"): Tokens(n) for n in range(2000)}
+        assert read(made)["lbproxy_tokens_total"]["flow1999", "m", "prompt_uncached"] == 1999
