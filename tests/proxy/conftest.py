@@ -23,6 +23,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which way plain requests take."""
     if request.param == "aiohttp":
         monkeypatch.setattr(connection, "read_plain", lambda data, limit: None)
+        monkeypatch.setattr(connection, "read_begun", lambda data, limit: None)
     return str(request.param)
 
 

@@ -5,7 +5,10 @@ Theory of operation. Received bytes go one of two ways, by the connection's stat
 
     state     event                                                                 next state
     FREE      a plain request (see proxy/request/plain.py), and the client reads    LANE
+              the begin of one, likewise                                            ARRIVING
               anything else                                                         AIOHTTP
+    ARRIVING  the rest of its body                                                  LANE
+              it is refused, and the connection closes                              FREE
     LANE      its response is out, and nothing was received meanwhile               FREE
               its response is out, and received bytes are buffered                  DEFERRED
     AIOHTTP   the same                                                              FREE or DEFERRED
@@ -45,7 +48,7 @@ from lbproxy.proxy.front.linger import Linger
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.forwarding import UNIX, Forwarding, Peer
 from lbproxy.proxy.request.headers import MAX_HEAD_BYTES
-from lbproxy.proxy.request.plain import read_plain
+from lbproxy.proxy.request.plain import read_begun, read_plain
 from lbproxy.proxy.request.walk import RequestWalk
 
 logger = logging.getLogger("lbproxy")
@@ -62,13 +65,14 @@ class State(Enum):
     """What received bytes are used for."""
 
     FREE = "free"
+    ARRIVING = "in the lane, its body incomplete"
     LANE = "in the lane"
     DEFERRED = "behind a response"
     AIOHTTP = "in aiohttp"
     SWITCHED = "switched"
 
 
-FREE, LANE, DEFERRED, AIOHTTP, SWITCHED = State  # saves a look-up for each
+FREE, ARRIVING, LANE, DEFERRED, AIOHTTP, SWITCHED = State  # saves a look-up for each
 
 
 class _Written(web.StreamResponse):
@@ -121,16 +125,34 @@ class CurrentRequest(Protocol):
         ...
 
 
+class AwaitedBody(Protocol):
+    """The body of a request in the lane, of which more is to come."""
+
+    missing: int
+    """Bytes that are still to come."""
+
+    def received(self, piece: bytes) -> None:
+        """Some of them, or all."""
+
+    def drop(self) -> None:
+        """The rest is not waited for."""
+
+
 class ConnectionOwner(Protocol):
     """The front end, as its connections need it."""
 
     max_plain_body_bytes: int
+    """Of a body that is there with its head, and served in the turn of the loop in which it came."""
+    max_body_bytes: int
+    """Of any that the lane takes."""
     forwarding: Forwarding
     deadlines: Deadlines
     cork: Cork
 
-    def serve_plain(self, plain: ClientRequest, client: ClientConnection) -> None:
-        """Serve a plain request; `client.lane_ended` is called when the response is out, maybe before this returns."""
+    def serve_plain(self, plain: ClientRequest, client: ClientConnection, length: int = 0) -> None:
+        """Serve a plain request; `client.lane_ended` is called when the response is out, maybe before this returns.
+        `length`: of its body, which is not complete: `client.arriving` is set, unless it is refused. 0: it is complete.
+        """
 
     def refuse_unread(self, client: ClientConnection, error: LbError) -> None:
         """Respond to something that is not a request; the caller closes."""
@@ -153,9 +175,9 @@ class ClientConnection(web.RequestHandler):
         "_head_due",
         "_idle_since",
         "_linger",
-        "_nothing_received",
         "_walk",
         "address",
+        "arriving",
         "body_reader",
         "peer",
         "request_body",
@@ -168,6 +190,8 @@ class ClientConnection(web.RequestHandler):
         self._front = cast(ConnectionOwner, front)
         self.turn: CurrentRequest | None = None
         """The current request, in either lane."""
+        self.arriving: AwaitedBody | None = None
+        """The body of the lane's request, in ARRIVING."""
         self.body_reader: StreamReader | None = None
         """The body that aiohttp's handler is reading, if it is."""
         self.address = ""
@@ -187,8 +211,6 @@ class ClientConnection(web.RequestHandler):
         """Over all that aiohttp gets."""
         self._head_due = True
         """A head has begun and is incomplete, or none has arrived yet."""
-        self._nothing_received = True
-        """The client has sent nothing yet."""
         self._idle_since = self._loop.time()
         """When the last response was out, or the connection was made."""
         self._linger: Linger | None = None
@@ -244,9 +266,11 @@ class ClientConnection(web.RequestHandler):
             plain = None if self.writing_paused else read_plain(data, self._front.max_plain_body_bytes)
             if plain is not None:
                 self._start(plain)
-            else:
+            elif not self._begin(data):
                 self.state = AIOHTTP
                 self._feed(data, 0)
+        elif state is ARRIVING:
+            self._arrive(data)
         elif state is SWITCHED:
             if self.turn is not None:
                 self.turn.received(data)
@@ -318,7 +342,6 @@ class ClientConnection(web.RequestHandler):
         return not (self._reading_paused or walk.at_boundary or walk.lost or self._close or self._force_close)
 
     def _watch_head(self) -> None:
-        self._nothing_received = False
         waiting = self._walk.head_bytes > 0
         if waiting and not self._head_due:
             self._front.deadlines.head_due(self)
@@ -333,7 +356,7 @@ class ClientConnection(web.RequestHandler):
 
     def head_is_late(self) -> None:
         """See deadlines.WatchedClient. A client that sent nothing gets no response."""
-        if self._nothing_received:
+        if not self._walk.head_bytes:
             self.force_close()
         else:
             self._refuse_head(LbError(Outcome.BODY_TIMEOUT, "The request head did not arrive in time."))
@@ -414,18 +437,39 @@ class ClientConnection(web.RequestHandler):
 
     # The fast lane
 
-    def _start(self, plain: ClientRequest) -> None:
+    def _begin(self, data: bytes) -> bool:
+        """Take the begin of a plain request, if it is one."""
+        begun = None if self.writing_paused else read_begun(data, self._front.max_body_bytes)
+        if begun is not None:
+            self._start(*begun)
+        return begun is not None
+
+    def _arrive(self, data: bytes) -> None:
+        body = self.arriving
+        if body is None:
+            return  # refused: the connection closes
+        missing = body.missing
+        if missing <= len(data):
+            self.state, self.arriving = LANE, None
+            if missing < len(data):
+                self._keep(data, missing)
+        body.received(data[:missing])
+
+    def _start(self, plain: ClientRequest, length: int = 0) -> None:
         if self._head_due:
-            self._head_due = self._nothing_received = False
+            self._head_due = False
             self._front.deadlines.head_complete(self)
         self._request_in_progress = True  # aiohttp's shutdown waits for it
         self.request_body = None
-        self.state = LANE
-        self._front.serve_plain(plain, self)
+        self.state = ARRIVING if length else LANE
+        self._front.serve_plain(plain, self, length)
 
     def lane_ended(self, keep_alive: bool) -> None:
         """The plain request's response is out, as far as it will be."""
         self._request_in_progress = False
+        if self.arriving is not None:
+            self.arriving.drop()
+            self.arriving = None
         if self._handler_waiter is not None and not self._handler_waiter.done():
             self._handler_waiter.set_result(None)
         if not keep_alive or self._close or self._force_close:
@@ -438,7 +482,7 @@ class ClientConnection(web.RequestHandler):
 
     def _process_keepalive(self) -> None:
         """aiohttp's idle timer takes a connection with a busy lane for idle."""
-        if self.state is not LANE:
+        if not self._in_lane:
             super()._process_keepalive()
         else:
             self._keepalive_handle = self._loop.call_later(self._keepalive_timeout, self._process_keepalive)
@@ -474,7 +518,11 @@ class ClientConnection(web.RequestHandler):
     @property
     def busy(self) -> bool:
         """A request runs, or waits: aiohttp's loop is not waiting for one, or the lane is in use."""
-        return self._waiter is None or self.state is LANE or bool(self._messages or self._buffered)
+        return self._waiter is None or self._in_lane or bool(self._messages or self._buffered)
+
+    @property
+    def _in_lane(self) -> bool:
+        return self.state is LANE or self.state is ARRIVING
 
     @property
     def held_bytes(self) -> int:
@@ -506,7 +554,7 @@ class ClientConnection(web.RequestHandler):
         """End the current request visibly: at the deadline of the drain, or for lack of memory."""
         if self.turn is not None:
             self.turn.cut(why)
-        if self._task_handler is not None and self.state is not LANE and self.state is not SWITCHED:
+        if self._task_handler is not None and not self._in_lane and self.state is not SWITCHED:
             self._task_handler.cancel()
 
     def shed(self) -> None:
@@ -527,7 +575,9 @@ class ClientConnection(web.RequestHandler):
     @property
     def request_is_read(self) -> bool:
         """All bytes of the current request were read: what comes next is another request, if there is to be one."""
-        return not self._close and self._walk.at_boundary and (self.request_body is None or self.request_body.is_eof())
+        if self._close or self.state is ARRIVING:
+            return False
+        return self._walk.at_boundary and (self.request_body is None or self.request_body.is_eof())
 
     async def drained(self) -> None:
         """Wait until the client has read earlier responses, so that those of pipelined requests cannot pile up here.

@@ -7,6 +7,7 @@ code as the decision where it goes. Invariant: every turn that began ends once, 
 
 from __future__ import annotations
 
+import asyncio
 import random
 import secrets
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from lbproxy.driver.request_runtime import RequestRuntime
 from lbproxy.net.listening.sites import is_cross_origin, is_loopback_name, name_of
 from lbproxy.proxy.exchange.exchanger import LARGE_BODY_BYTES, Exchanger
 from lbproxy.proxy.exchange.steps import FINISHED
+from lbproxy.proxy.front.bodies import ArrivingBody, LaneBody, is_large, read_large
 from lbproxy.proxy.front.connection import ClientConnection
 from lbproxy.proxy.front.overload import Overload
 from lbproxy.proxy.front.turn import Front, Turn
@@ -89,7 +91,7 @@ class Requests(Front):
 
     # A request
 
-    def serve_plain(self, plain: ClientRequest, client: ClientConnection) -> None:
+    def serve_plain(self, plain: ClientRequest, client: ClientConnection, length: int = 0) -> None:
         """Serve a request of the fast lane: see connection.ConnectionOwner."""
         record = self.new_record("POST", plain.target, client)
         self.note_id(record, plain.fields.request_id)
@@ -107,8 +109,10 @@ class Requests(Front):
                 plain = plain._replace(credentials=b"")
             elif self.local.applies:
                 self.local.require(plain.fields.host, plain.fields.origin)
-            if self.reading.waits_for_lists():
-                self.after_lists(lambda: self._start_plain(plain, turn))
+            if length:
+                self._await_body(plain, client, turn, length)
+            elif self.reading.waits_for_lists():
+                self.after_lists(lambda: self.begin(plain, turn))
             else:
                 self.start_exchange(plain, turn)
         except LbError as error:
@@ -116,12 +120,46 @@ class Requests(Front):
         except Exception:  # noqa: BLE001 - logged there, with its traceback
             turn.defect()
 
-    def _start_plain(self, plain: ClientRequest, turn: Turn) -> None:
-        """The rest of `serve_plain`, unless the client has gone."""
+    def _await_body(self, plain: ClientRequest, client: ClientConnection, turn: Turn, length: int) -> None:
+        """Go on when the connection has received all of the body. Raises LbError."""
+        if self.draining or self.overload.refuses is not None:
+            raise self.refusal()
+
+        def arrived(body: bytes) -> None:
+            self.after_lists(lambda: self.begin(plain._replace(body=body), turn))
+
+        first, plain = plain.body, plain._replace(body=b"")
+        client.arriving = LaneBody(ArrivingBody(turn, self.overload, length, turn.refuse), arrived, turn.refuse)
+        client.arriving.received(first)
+
+    def begin(self, request: ClientRequest, turn: Turn) -> None:
+        """Begin to serve a complete request, unless its client has gone; one with a large body is read in many turns of
+        the loop before.
+        """
         if turn.step is FINISHED:
             return
         try:
-            self.start_exchange(plain, turn)
+            if is_large(request):
+                backlog = self.exchanger.connections.backlog
+                turn.reading = read_large(request, self.reading, turn, self.overload, backlog)
+                turn.reading.add_done_callback(lambda done: self._was_read(done, turn))
+            else:
+                self.start_exchange(request, turn)
+        except LbError as error:
+            turn.refuse(error)
+        except Exception:  # noqa: BLE001 - logged there, with its traceback
+            turn.defect()
+
+    def _was_read(self, done: asyncio.Future[tuple[ClientRequest, LargeFacts]], turn: Turn) -> None:
+        turn.reading = None
+        error = None if done.cancelled() else done.exception()
+        if done.cancelled() or turn.step is FINISHED:
+            return
+        try:
+            if error is not None:
+                raise error
+            sent, facts = done.result()
+            self.start_exchange(sent, turn, facts)
         except LbError as error:
             turn.refuse(error)
         except Exception:  # noqa: BLE001 - logged there, with its traceback

@@ -31,7 +31,7 @@ from lbproxy.net.listening.listener import Listener, connections_within
 from lbproxy.net.listening.sites import is_loopback
 from lbproxy.proxy.exchange.adapter_calls import AdapterCalls
 from lbproxy.proxy.exchange.exchanger import Exchanger
-from lbproxy.proxy.front.bodies import read_body, read_large
+from lbproxy.proxy.front.bodies import most_held, read_body
 from lbproxy.proxy.front.connection import CLOSE, KEEP, ClientConnection
 from lbproxy.proxy.front.overload import Overload, Unmetered
 from lbproxy.proxy.front.requests import Requests
@@ -42,7 +42,6 @@ from lbproxy.proxy.request.forwarding import may_forward
 from lbproxy.proxy.request.handshake import read_handshake
 from lbproxy.proxy.request.headers import SWITCHES, RequestFields, asking_as_it_is, origin_form, read_request_fields
 from lbproxy.proxy.request.own_responses import ModelList
-from lbproxy.proxy.request.reading import has_form, has_json
 from lbproxy.proxy.request.routes import ADAPTERS, HEALTH, HEALTH_PATH, Route, find_route, may_generate
 
 logger = logging.getLogger("lbproxy")
@@ -90,9 +89,8 @@ class FrontEnd(web.Server):
         self.serve_plain = self.requests.serve_plain
         """See connection.ConnectionOwner."""
         self.forwarding = self.requests.forwarding
-        self.max_plain_body_bytes = min(settings.limits.json_body, PARSE_AT_ONCE_BYTES)
+        self._bound_bodies(settings)
         self.cork = exchanger.connections.cork
-        self.backlog = exchanger.connections.backlog
         head_s, stall_s = settings.timeouts.client_head, settings.timeouts.client_stall
         self.deadlines = Deadlines(
             runtime.loop, runtime.pulse, head_s=head_s, stall_s=stall_s, arrivals=overload.arrivals
@@ -131,13 +129,17 @@ class FrontEnd(web.Server):
         self.requests.reconfigure(settings, self.requests.exchanger.with_settings(settings))
         self.forwarding, self._models = self.requests.forwarding, ModelList()
         self.overload.reconfigure(settings.limits)
-        self.max_plain_body_bytes = min(settings.limits.json_body, PARSE_AT_ONCE_BYTES)
+        self._bound_bodies(settings)
         self.deadlines.reconfigure(head_s=settings.timeouts.client_head, stall_s=settings.timeouts.client_stall)
         self._kwargs["keepalive_timeout"] = settings.timeouts.client_idle
         for sock in self.listener.sockets:
             find_vanished(sock, self.deadlines.stall_s)
         for client in self._clients():
             client.reconfigure(settings.timeouts.client_idle)
+
+    def _bound_bodies(self, settings: Settings) -> None:
+        self.max_body_bytes = min(settings.limits.json_body, most_held(self.overload))
+        self.max_plain_body_bytes = min(self.max_body_bytes, PARSE_AT_ONCE_BYTES)
 
     @property
     def overload(self) -> Overload:
@@ -350,11 +352,8 @@ class FrontEnd(web.Server):
         await self._lists_read()
         if route is ADAPTERS:
             await self._change_adapters(read, turn)
-        elif len(body) <= PARSE_AT_ONCE_BYTES or not (has_json(read) or has_form(read)):
-            requests.start_exchange(read, turn)
         else:
-            sent, facts = await read_large(read, requests.reading, turn, self.overload, self.backlog)
-            requests.start_exchange(sent, turn, facts)
+            requests.begin(read, turn)
 
     async def _lists_read(self) -> None:
         if self.requests.reading.waits_for_lists():

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Final
@@ -18,6 +19,7 @@ from lbproxy.proxy.front.connection import ClientConnection
 from lbproxy.proxy.front.overload import Overload
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.own_responses import json_head, no_content_response
+from lbproxy.proxy.request.reading import LargeFacts
 
 PIECE_BYTES: Final = 64 << 10
 """A piece of a body of lbproxy itself that is written at a time; most bodies are smaller."""
@@ -57,6 +59,8 @@ class Turn(Exchange):
 
     held_bytes: int = 0
     """Bytes of its body that are counted in `Overload`."""
+    reading: asyncio.Future[tuple[ClientRequest, LargeFacts]] | None = None
+    """Its large body is read in turns of the loop."""
     _rest: bytes = b""
     """The body of a response of lbproxy itself that goes out in pieces, as the client reads: all clients share it."""
     _rest_at: int = 0
@@ -157,6 +161,8 @@ class Turn(Exchange):
 
     def _ended(self, reusable: bool) -> None:
         self._rest = b""
+        if self.reading is not None:
+            self.reading.cancel()
         if self.held_bytes:
             self._front.overload.release(self)
         self._client_connection.turn = None

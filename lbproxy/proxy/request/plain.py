@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plain requests: nearly all requests of LLM clients, which are read without aiohttp. Pure.
 
-A plain request is a POST to one of the two main routes that arrived complete in one read, in HTTP/1.1, with one Host,
-one Content-Length, and no field that asks for anything but to be forwarded. `read_plain` reads it or declines. It
-refuses nothing: what it declines goes to aiohttp, byte for byte, which serves it or reports the error. So it may only
-be stricter than aiohttp, never laxer; tests/proxy/request/test_plain.py compares the two.
+A plain request is a POST to one of the main routes whose head arrived in one read, in HTTP/1.1, with one Host, one
+Content-Length, and no field that asks for anything but to be forwarded. `read_plain` reads it if its body is there, and
+`read_begun` if that is still to come, or they decline. They refuse nothing: what they decline goes to aiohttp, byte for
+byte, which serves it or reports the error. So they may only be stricter than aiohttp, never laxer;
+tests/proxy/request/test_plain.py compares the two.
 
 It saves about 12 µs of proxy CPU per request: aiohttp's parser, body stream, request object and second task.
 """
@@ -71,6 +72,24 @@ def read_plain(data: bytes, max_body_bytes: int) -> ClientRequest | None:
     path, route, fields = plain
     read = ("POST", path, route, fields, body, fields.credentials, False, fields.trace, None, None, (), 0.0, ())
     return _new(ClientRequest, read)
+
+
+def read_begun(data: bytes, max_body_bytes: int) -> tuple[ClientRequest, int] | None:
+    """Read `data` as the begin of a plain request: with as much of the body as there is, and the length of all of it.
+    None if it is complete, or anything else.
+    """
+    end = data.find(b"\r\n\r\n", 0, MAX_PLAIN_HEAD_BYTES)
+    if end < 0:
+        return None
+    head, length = _REQUESTS.split(data[: end + 2])
+    if length is None or not len(data) - end - 4 < int(length) <= max_body_bytes:
+        return None
+    plain = _read_head(head)
+    if plain is None:
+        return None
+    path, route, fields = plain
+    read = ClientRequest("POST", path, route, fields, data[end + 4 :], fields.credentials, trace=fields.trace)
+    return read, int(length)
 
 
 class _Head(NamedTuple):

@@ -14,7 +14,7 @@ import pytest
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.outline import PARSE_AT_ONCE_BYTES
 from lbproxy.net.connections.backlog import Backlog
-from lbproxy.proxy.front import server
+from lbproxy.proxy.front import requests
 from lbproxy.proxy.front.bodies import done_in_turns, read_large
 from lbproxy.proxy.front.overload import Overload
 from lbproxy.proxy.front.turn import Turn
@@ -50,21 +50,20 @@ def test_a_large_body_leaves_turns_of_the_loop_to_others(send: bytes, monkeypatc
             turns += 1
             await asyncio.sleep(0)
 
-    async def counted(
+    def counted(
         request: ClientRequest, reading: RequestReader, turn: Turn, overload: Overload, backlog: Backlog
-    ) -> tuple[ClientRequest, LargeFacts]:
+    ) -> asyncio.Future[tuple[ClientRequest, LargeFacts]]:
         began = turns
-        try:
-            return await read_large(request, reading, turn, overload, backlog)
-        finally:
-            taken.append(turns - began)
+        read = read_large(request, reading, turn, overload, backlog)
+        read.add_done_callback(lambda _: taken.append(turns - began))
+        return read
 
-    monkeypatch.setattr(server, "read_large", counted)
+    monkeypatch.setattr(requests, "read_large", counted)
 
     async def main() -> None:
         counting = asyncio.create_task(count())
         async with ScriptedEndpoint() as endpoint, rig(endpoint.url) as it:
-            it.front.backlog = Backlog(asyncio.get_running_loop(), itertools.count().__next__)
+            it.connections.backlog = Backlog(asyncio.get_running_loop(), itertools.count().__next__)
             assert (await it.ask(send)).status == 200
             assert endpoint.requests[0].body == send.partition(b"\r\n\r\n")[2]
         counting.cancel()
@@ -77,10 +76,10 @@ def test_a_large_body_leaves_turns_of_the_loop_to_others(send: bytes, monkeypatc
 def test_a_small_body_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Turns of the loop cost each request more than its few bytes."""
 
-    async def never(*_: object) -> None:
+    def never(*_: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(server, "read_large", never)
+    monkeypatch.setattr(requests, "read_large", never)
 
     async def main() -> None:
         async with ScriptedEndpoint() as endpoint, rig(endpoint.url) as it:
@@ -104,7 +103,7 @@ def test_the_steps_of_many_bodies_take_no_more_of_a_turn_than_those_of_one() -> 
     async def main() -> None:
         loop = asyncio.get_running_loop()
         backlog = Backlog(loop, itertools.count().__next__)  # a step takes a second
-        tasks = [asyncio.create_task(done_in_turns(steps(5 + n), backlog)) for n in range(20)]
+        tasks = [done_in_turns(steps(5 + n), backlog) for n in range(20)]
         tasks[7].cancel()
         while not all(task.done() for task in tasks):
             before = done

@@ -370,6 +370,15 @@ def test_every_line_of_the_table_of_states_is_taken(way: str, states: States) ->
             assert [(await client.reply()).status for _ in range(2)] == [200, 200]
             client.send(post())
             await client.reply()
+            begun = post(b'{"model":"m"}' + b" " * 100_000)
+            client.send(begun[:-1])
+            await until(lambda: connected.arriving, "its body arrives")
+            client.send(begun[-1:])
+            assert (await client.reply()).status == 200
+            client.send(begun[:-1])
+            await until(lambda: connected.arriving, "its body arrives")
+            connected.cut(Outcome.DRAINING)
+            assert (await client.reply()).status == 503
             assert states.taken == STATES - {(State.AIOHTTP, State.SWITCHED)}, "that one is tests/proxy/sockets's"
 
     run(main())
