@@ -93,7 +93,8 @@ class Requests(Front):
 
     def serve_plain(self, plain: ClientRequest, client: ClientConnection, length: int = 0) -> None:
         """Serve a request of the fast lane: see connection.ConnectionOwner."""
-        record = self.new_record("POST", plain.target, client)
+        target = plain.target
+        record = self.new_record("POST", target.partition("?")[0] if "?" in target else target, client)
         self.note_id(record, plain.fields.request_id)
         turn = Turn(
             self, client, record, client.lane_ended, keep_alive=not (self.last or self.overload.memory_is_short)

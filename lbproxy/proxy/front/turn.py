@@ -59,7 +59,7 @@ class Turn(Exchange):
 
     held_bytes: int = 0
     """Bytes of its body that are counted in `Overload`."""
-    reading: asyncio.Future[tuple[ClientRequest, LargeFacts]] | None = None
+    reading: asyncio.Future[tuple[ClientRequest, LargeFacts]] | None
     """Its large body is read in turns of the loop."""
     _rest: bytes = b""
     """The body of a response of lbproxy itself that goes out in pieces, as the client reads: all clients share it."""
@@ -82,6 +82,7 @@ class Turn(Exchange):
         self._front = front
         self._client_connection = client
         self._on_ended = ended
+        self.reading = None  # in the class mypyc ignores None for such unions
         client.turn = self
         front.turn_began()
 

@@ -41,7 +41,9 @@ _new: Final = tuple.__new__
 _REQUESTS: Final = LengthSplitter()
 MAX_PLAIN_HEAD_BYTES: Final = 8 << 10
 MAX_PLAIN_FIELDS: Final = 64
-_REQUEST_LINE: Final = re.compile(rb"POST (/v1/(?:chat/)?completions) HTTP/1\.1\r\n")
+_REQUEST_LINE: Final = re.compile(
+    rb"POST ((/v1/(?:chat/completions|completions|messages|responses))(?:\?[A-Za-z0-9_=&.-]{0,100})?) HTTP/1\.1\r\n"
+)
 _TEXT: Final = bytes({*range(0x20, 0x7F), 0x09})
 """ASCII only: heads with other bytes are left to aiohttp."""
 _SINGLE: Final = frozenset({b"user-agent", b"server", b"etag", b"content-range", b"content-location"})
@@ -69,8 +71,8 @@ def read_plain(data: bytes, max_body_bytes: int) -> ClientRequest | None:
     plain = _read_head_cached(head) if len(head) <= _CACHED_HEAD_BYTES else _read_head(head)
     if plain is None:
         return None
-    path, route, fields = plain
-    read = ("POST", path, route, fields, body, fields.credentials, False, fields.trace, None, None, (), 0.0, ())
+    target, route, fields = plain
+    read = ("POST", target, route, fields, body, fields.credentials, False, fields.trace, None, None, (), 0.0, ())
     return _new(ClientRequest, read)
 
 
@@ -87,15 +89,15 @@ def read_begun(data: bytes, max_body_bytes: int) -> tuple[ClientRequest, int] | 
     plain = _read_head(head)
     if plain is None:
         return None
-    path, route, fields = plain
-    read = ClientRequest("POST", path, route, fields, data[end + 4 :], fields.credentials, trace=fields.trace)
+    target, route, fields = plain
+    read = ClientRequest("POST", target, route, fields, data[end + 4 :], fields.credentials, trace=fields.trace)
     return read, int(length)
 
 
 class _Head(NamedTuple):
     """A plain request's head, without its length. Shared by all requests with the same head: it must not be changed."""
 
-    path: str
+    target: str
     route: Route
     fields: RequestFields
 
@@ -111,13 +113,12 @@ def _read_head(head: bytes) -> _Head | None:
     fields = _read_fields(lines)
     if fields is None:
         return None
-    path = first[1].decode("ascii")
-    route = find_route("POST", path)
+    route = find_route("POST", first[2].decode("ascii"))
     try:
         form_of(route.body, fields.content_type)
     except LbError:
         return None
-    return _Head(path, route, fields)
+    return _Head(first[1].decode("ascii"), route, fields)
 
 
 _CACHED_HEAD_BYTES: Final = 2 << 10

@@ -78,7 +78,7 @@ def test_a_client_that_leaves_leaves_nothing(arrived: int) -> None:
             await until(lambda: it.front.running, "it began")
             client.writer.transport.abort()
             await until(lambda: not it.front.running and not it.front.open_connections, "it left")
-            await it.settle()
+            await until(lambda: it.records.requests, "it is recorded")
             assert it.front.overload.held_bytes == 0
             assert len(it.front.overload.arrivals) == 0
             assert [one.outcome for one in it.records.requests] == [Outcome.CLIENT_CLOSED]

@@ -96,7 +96,13 @@ VALUES = [
 COLONS = [":", ": ", " :"]
 FIELD = st.tuples(*map(st.sampled_from, (NAMES, COLONS, VALUES))).map("".join)
 LINE = st.sampled_from(
-    ["POST /v1/completions HTTP/1.1", "POST /v1/chat/completions HTTP/1.1", "POST /v1/completions HTTP/1.0"]
+    [
+        "POST /v1/completions HTTP/1.1",
+        "POST /v1/chat/completions HTTP/1.1",
+        "POST /v1/messages?beta=true HTTP/1.1",
+        "POST /v1/responses HTTP/1.1",
+        "POST /v1/completions HTTP/1.0",
+    ]
 )
 LINES = st.lists(FIELD, max_size=4)
 ENDS = st.sampled_from(["", "x", "GET / HTTP/1.1\r\n\r\n"])
@@ -140,7 +146,7 @@ def test_what_the_lane_takes_aiohttp_would_read_alike(
         post() + post(),
         post(version="1.0"),
         post(path="/v1/embeddings"),
-        post(path="/v1/completions?x=1"),
+        post(path="/v1/completions?x=%31"),
         post(more="Connection: close\r\n"),
         post(more="Connection: keep-alive, x\r\n"),
         post(more="Expect: 100-continue\r\n"),
