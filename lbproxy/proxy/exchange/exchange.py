@@ -146,7 +146,7 @@ class Exchange(ABC):
     def _place(self) -> None:
         """Begin an attempt: request a place."""
         self._enter(PLACING)
-        settled = lambda ticket: self._guarded(self._settled, ticket)  # noqa: E731
+        settled = lambda ticket: self.guarded(self._settled, ticket)  # noqa: E731
         runtime, record, failed, again = self._shared.runtime, self.record, self._failed, self._ticket is not None
         placed, split = self.placed, self._split
         if split is not None:
@@ -175,7 +175,7 @@ class Exchange(ABC):
                 return
             if ticket.outcome is Outcome.MODEL_NOT_FOUND and not self._failed.has_looked:
                 self._failed = self._failed._replace(has_looked=True)
-                if self._shared.runtime.look_for_models(lambda: self._guarded(self._place_after_look)):
+                if self._shared.runtime.look_for_models(lambda: self.guarded(self._place_after_look)):
                     self._enter(LOOKING)
                     return
             error = refusal_after(self._failed, ticket, self._shared.runtime, self.record)
@@ -209,7 +209,7 @@ class Exchange(ABC):
     def _dial(self, ticket: Ticket) -> None:
         shared = self._shared
         dial = shared.connections.dial(
-            origin_of(ticket), shared.limits.connect_s, lambda result: self._guarded(self._dialled, result)
+            origin_of(ticket), shared.limits.connect_s, lambda result: self.guarded(self._dialled, result)
         )
         self._enter(DIALLING, dial)
 
@@ -297,7 +297,7 @@ class Exchange(ABC):
         self._connect(ticket)
 
     def prefilled(self, usage: Usage | None) -> None:
-        self._guarded(self._prefilled, usage)
+        self.guarded(self._prefilled, usage)
 
     def _prefilled(self, usage: Usage | None) -> None:
         ticket, runtime, record = self._ticket, self._shared.runtime, self.record
@@ -318,7 +318,7 @@ class Exchange(ABC):
     def first_failed(self, error: UpstreamError) -> None:
         """See split.SplitOwner. Once decode has begun to respond, it has what it needs."""
         if self.step in {PREFILLING, DIALLING, SENT} or (self.step is RELAYING and self._relaying.revocable):
-            self._guarded(self._first_failed, error)
+            self.guarded(self._first_failed, error)
 
     def _first_failed(self, error: UpstreamError) -> None:
         ticket = self._ticket
@@ -333,7 +333,7 @@ class Exchange(ABC):
             if record.trace is not None:
                 record.trace.failed(f"upstream_{head.status}", self._shared.runtime.now(), PREFILL)
         if self.step is PREFILLING:
-            self._guarded(self._place_whole)
+            self.guarded(self._place_whole)
         elif self.step in {DIALLING, SENT}:
             if self._split is not None:
                 self._shared.conceal(head, self._split.endpoint)
@@ -345,7 +345,7 @@ class Exchange(ABC):
 
     def complete_response(self, head: ResponseHead, body: bytes) -> None:
         """A short response arrived in one piece: do what `head` and a relay do, in one step."""
-        try:  # like `_guarded`, which costs more
+        try:  # like `guarded`, which costs more
             self._take_complete(head, body)
         except Exception:  # noqa: BLE001 - logged there, with its traceback
             self.defect()
@@ -402,7 +402,7 @@ class Exchange(ABC):
             connection.abort()
             return
         if self.head_sent_by is not None and not can_continue(head):
-            Instead(head, connection, lambda head, body: self._guarded(self._cannot_continue, head, body))
+            Instead(head, connection, lambda head, body: self.guarded(self._cannot_continue, head, body))
             return
         self._shared.conceal(head, ticket.placed_state.endpoint)
         relay = Relay(head, connection, ticket, self.record, self._shared.runtime, self)
@@ -427,7 +427,7 @@ class Exchange(ABC):
 
     def broke(self, error: UpstreamError) -> None:
         """The attempt failed before a response was committed; its head may have arrived, or gone to the client."""
-        self._guarded(self._fail, error)
+        self.guarded(self._fail, error)
 
     def _fail(self, error: UpstreamError) -> None:
         ticket, self._work = self._ticket, None
@@ -493,7 +493,7 @@ class Exchange(ABC):
 
     def move_if_stranded(self) -> None:
         """If the request is stranded, send it to another endpoint, as far as the balancer allows."""
-        self._guarded(self._move_if_stranded)
+        self.guarded(self._move_if_stranded)
 
     def _move_if_stranded(self) -> None:
         ticket = self._ticket
@@ -545,7 +545,7 @@ class Exchange(ABC):
         if not verdict.retry:
             self._unserved(LbError(ended))
         elif verdict.delay_s:
-            timer = self._shared.runtime.loop.call_later(verdict.delay_s, self._guarded, self._place)
+            timer = self._shared.runtime.loop.call_later(verdict.delay_s, self.guarded, self._place)
             self._enter(BACKING_OFF, timer)
         else:
             self._place()
@@ -570,7 +570,7 @@ class Exchange(ABC):
         self._failed = AttemptFailures(kinds=kinds, fallback=fallback)
         self._place()
 
-    def _guarded(self, step: Callable[[*Arguments], None], *arguments: *Arguments) -> None:
+    def guarded(self, step: Callable[[*Arguments], None], *arguments: *Arguments) -> None:
         """Run a step; nothing above would handle its exceptions."""
         try:
             step(*arguments)

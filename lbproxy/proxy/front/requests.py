@@ -137,34 +137,30 @@ class Requests(Front):
         """Begin to serve a complete request, unless its client has gone; one with a large body is read in many turns of
         the loop before.
         """
-        if turn.step is FINISHED:
-            return
-        try:
-            if is_large(request):
-                backlog = self.exchanger.connections.backlog
-                turn.reading = read_large(request, self.reading, turn, self.overload, backlog)
-                turn.reading.add_done_callback(lambda done: self._was_read(done, turn))
-            else:
-                self.start_exchange(request, turn)
-        except LbError as error:
-            turn.refuse(error)
-        except Exception:  # noqa: BLE001 - logged there, with its traceback
-            turn.defect()
+        if turn.step is not FINISHED:
+            turn.guarded(self._begin, request, turn)
+
+    def _begin(self, request: ClientRequest, turn: Turn) -> None:
+        if is_large(request):
+            backlog = self.exchanger.connections.backlog
+            turn.reading = read_large(request, self.reading, turn, self.overload, backlog)
+            turn.reading.add_done_callback(lambda done: self._was_read(done, turn))
+        else:
+            self.start_exchange(request, turn)
 
     def _was_read(self, done: asyncio.Future[tuple[ClientRequest, LargeFacts]], turn: Turn) -> None:
         turn.reading = None
         error = None if done.cancelled() else done.exception()
         if done.cancelled() or turn.step is FINISHED:
             return
-        try:
-            if error is not None:
-                raise error
-            sent, facts = done.result()
-            self.start_exchange(sent, turn, facts)
-        except LbError as error:
-            turn.refuse(error)
-        except Exception:  # noqa: BLE001 - logged there, with its traceback
-            turn.defect()
+        if isinstance(error, LbError):
+            turn.refuse(error)  # raised, it would refer to this, which refers to it
+        else:
+            turn.guarded(self._start_read, done, turn)
+
+    def _start_read(self, done: asyncio.Future[tuple[ClientRequest, LargeFacts]], turn: Turn) -> None:
+        sent, facts = done.result()
+        self.start_exchange(sent, turn, facts)
 
     def after_lists(self, call: Callable[[], object]) -> None:
         """Call it when no model may be listed for the first time in a moment: see RequestReader.waits_for_lists."""

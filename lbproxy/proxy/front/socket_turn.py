@@ -53,7 +53,7 @@ class SocketTurn(Turn):
             connection.abort()
             self.broke(UpstreamError(FailureKind.PROTOCOL, f"{connection.origin}: {problem}"))
         else:
-            self._guarded(self._switch, head, connection)
+            self.guarded(self._switch, head, connection)
 
     def _switch(self, head: ResponseHead, connection: Connection) -> None:
         """Switch to a WebSocket. The first byte is reported at once: the endpoint may wait for a message of the
@@ -89,22 +89,22 @@ class SocketTurn(Turn):
 
     def received(self, data: bytes) -> None:
         if self._socket is not None:
-            self._guarded(self._socket.from_client, data)
+            self.guarded(self._socket.from_client, data)
 
     def is_unread(self) -> None:
         """See connection.CurrentRequest."""
         if self._socket is not None:
-            self._guarded(self._socket.find_gone_client)
+            self.guarded(self._socket.find_gone_client)
 
     def pause(self) -> None:
         if self._socket is not None:
-            self._guarded(self._socket.write_paused, self._socket.client)
+            self.guarded(self._socket.write_paused, self._socket.client)
         else:
             Turn.pause(self)
 
     def resume(self) -> None:
         if self._socket is not None:
-            self._guarded(self._socket.write_resumed, self._socket.client)
+            self.guarded(self._socket.write_resumed, self._socket.client)
         else:
             Turn.resume(self)
 
@@ -133,7 +133,7 @@ class SocketTurn(Turn):
     # socket_relay.SocketOwner
 
     def guarded(self, step: Callable[[*Arguments], None], *arguments: *Arguments) -> None:
-        self._guarded(step, *arguments)
+        self.guarded(step, *arguments)
 
     def progress(self, messages: int) -> None:
         assert self._ticket is not None
