@@ -43,11 +43,14 @@ def placed(number: int, ticket: Ticket, prompt_tokens: float, explanation: str |
     state, placed_at, leg = ticket.placed_state, ticket.placed_at, ticket.request.leg
     assert placed_at is not None
     uid, waited, first, overflow = state.endpoint.uid, placed_at > ticket.submitted_at, ticket.prefill, ticket.overflow
-    rare = waited or state.reported.asks_load or explanation is not None or overflow is not None
+    flow = ticket.flow
+    rates = None if flow is None or not flow.limited else flow.rates(placed_at)
+    rare = rates is not None or waited or state.reported.asks_load or explanation is not None or overflow is not None
     if not rare and first is None and leg == WHOLE:
         return _PLACED, number, uid, placed_at, prompt_tokens
     first_uid = 0 if first is None else first.placed_state.endpoint.uid
-    rest = waited, state.reported.asks_load, explanation, leg, first_uid, None if overflow is None else overflow.value
+    why = None if overflow is None else overflow.value
+    rest = waited, state.reported.asks_load, explanation, leg, first_uid, why, rates
     return m.Placed(number, uid, placed_at, prompt_tokens, rest)
 
 

@@ -34,11 +34,13 @@ later requests on this link refer to it: see `workers.origins`."""
 AttemptFields: TypeAlias = tuple[tuple[int, ...], int | None, bool, str | None]
 """See RequestRuntime.submit: `avoid`, `suspect`, `again`; and the base URL of the endpoint that has the request's
 stored response, None = not known."""
-PlacedRest: TypeAlias = tuple[bool, bool, str | None, int, int, str | None]
+RateFields: TypeAlias = tuple[tuple[float, float, float] | None, tuple[float, float, float] | None]
+"""See core.capacity.allowance.Rates."""
+PlacedRest: TypeAlias = tuple[bool, bool, str | None, int, int, str | None, RateFields | None]
 """Of a placement: whether the request waited, or was placed as soon as it arrived; `asks_load` of the endpoint; an
 explanation, if the client asked for one (`core.policies.explain.compact`); the leg (see InferenceRequest); of a second
-leg, if both were placed, the endpoint of the first, else 0; `overflow` of the Ticket."""
-USUAL_PLACEMENT: Final[PlacedRest] = (False, False, None, WHOLE, 0, None)
+leg, if both were placed, the endpoint of the first, else 0; `overflow` of the Ticket; `rates` of its flow."""
+USUAL_PLACEMENT: Final[PlacedRest] = (False, False, None, WHOLE, 0, None, None)
 ServedFields: TypeAlias = tuple[
     bool, bool, int, int, int, int, int, Usage | None, float, float | None, float,
 ]  # fmt: skip
@@ -281,6 +283,15 @@ class Refused(Message, tag=34):
     retry_after_s: float | None
     refusal: Fields | None
     """See core.queue.flow.Refusal."""
+    rates: RateFields | None = None
+    """Of its flow."""
+
+
+class Waits(Message, tag=43):
+    """A request waits, of a flow that has limits per minute."""
+
+    number: int
+    rates: RateFields
 
 
 class Stranded(Message, tag=35):
@@ -401,5 +412,5 @@ FromWorker: TypeAlias = (
     | Told
 )
 ToWorker: TypeAlias = (
-    Welcome | Placed | Refused | Stranded | Members | Models | Remember | Refreshed | Settle | LogLevel | Pong
+    Welcome | Placed | Refused | Waits | Stranded | Members | Models | Remember | Refreshed | Settle | LogLevel | Pong
 )

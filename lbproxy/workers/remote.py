@@ -29,7 +29,7 @@ from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.engines.orca import LoadReport
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.observed.sink import Sink
-from lbproxy.core.queue.flow import Refusal
+from lbproxy.core.queue.flow import Refusal, told_flow
 from lbproxy.core.queue.ticket import Overflow, Ticket, TicketState
 from lbproxy.core.requests.openai import ModelCard
 from lbproxy.core.requests.outcome import Outcome
@@ -114,6 +114,7 @@ class RemoteRuntime(RequestRuntime):
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             m.Placed: self._on_placed,
             m.Refused: self._on_refused,
+            m.Waits: self._on_waits,
             m.Stranded: self._on_stranded,
             m.Members: self._on_members,
             m.Models: self._on_models,
@@ -364,7 +365,11 @@ class RemoteRuntime(RequestRuntime):
             raise LookupError(f"endpoint {message.uid} was not told")
         ticket.counted = True
         placed_at, rest = message.placed_at, message.rest
-        waited, state.reported.asks_load, one.record.explanation, leg, first_uid, overflow = rest or m.USUAL_PLACEMENT
+        waited, state.reported.asks_load, one.record.explanation, leg, first_uid, overflow, rates = (
+            rest or m.USUAL_PLACEMENT
+        )
+        if rates is not None:
+            ticket.flow = told_flow(rates)
         if not waited:  # the way of the messages is no wait
             ticket.submitted_at = placed_at
         ticket.predicted_prompt_tokens = message.prompt_tokens
@@ -392,8 +397,14 @@ class RemoteRuntime(RequestRuntime):
         ticket = one.ticket
         ticket.retry_after_s = message.retry_after_s
         ticket.refusal = None if message.refusal is None else Refusal._make(message.refusal)
+        ticket.flow = None if message.rates is None else told_flow(message.rates)
         self._end(ticket, m.OUTCOMES[message.outcome])
         one.settled(ticket)
+
+    def _on_waits(self, message: m.Waits) -> None:
+        one = self._open.get(message.number)
+        if one is not None:
+            one.ticket.flow = told_flow(message.rates)
 
     def _on_stranded(self, message: m.Stranded) -> None:
         one = self._open.get(message.number)

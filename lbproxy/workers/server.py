@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, cast
 
+from lbproxy.core.capacity.allowance import Rates
 from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.endpoints.health import Transition
 from lbproxy.core.endpoints.state import EndpointState
@@ -201,6 +202,11 @@ class Session:
             job.record.note_wait(ticket)
         if ticket.state is not TicketState.WAITING:
             self.settled(job, ticket)
+        elif (rates := self._rates(ticket)) is not None:
+            self.link.send(m.Waits(job.number, rates))
+
+    def _rates(self, ticket: Ticket) -> Rates | None:
+        return None if ticket.flow is None else ticket.flow.rates(self._runtime.now())
 
     def settled(self, job: _Job, ticket: Ticket) -> None:
         """The ticket was placed, or closed without a place."""
@@ -225,7 +231,7 @@ class Session:
                 return
         self._server.tell()  # what is said to the client depends on whether any endpoint is up
         outcome = m.OUTCOME_NUMBERS[ticket.outcome]
-        self.link.send(m.Refused(job.number, outcome, ticket.retry_after_s, ticket.refusal))
+        self.link.send(m.Refused(job.number, outcome, ticket.retry_after_s, ticket.refusal, self._rates(ticket)))
 
     def _after_look(self, job: _Job) -> None:
         if job.number in self.jobs:

@@ -127,3 +127,18 @@ def test_models_of_a_key_as_an_sdk_sees_them_and_after_a_reload(tmp_path: Path, 
             ask("b", "m")
         for client in clients.values():
             client.close()
+
+
+@pytest.mark.parametrize("workers", ["", "workers: 2\n"])
+def test_what_is_left_of_a_limit_in_every_response(tmp_path: Path, workers: str) -> None:
+    with mock("--model", "m") as (_, url), lbproxy(tmp_path, [url], SETTINGS + workers) as (process, listen, _):
+        process.wait_for("serves m")
+        client = openai.OpenAI(base_url=f"{listen}/v1", api_key=key("b"), max_retries=0, timeout=60)
+        for left in ("1", "0"):
+            reply = client.completions.with_raw_response.create(model="m", prompt="x", max_tokens=1)
+            assert reply.headers["x-ratelimit-remaining-requests"] == left
+            assert "x-ratelimit-limit-tokens" not in reply.headers
+        with pytest.raises(openai.RateLimitError) as error:
+            client.completions.create(model="m", prompt="x", max_tokens=1)
+        assert error.value.response.headers["x-ratelimit-remaining-requests"] == "0"
+        assert error.value.response.headers["x-ratelimit-limit-requests"] == "2"

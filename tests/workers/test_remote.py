@@ -128,7 +128,7 @@ def test_a_request_waits_for_the_balancer_process_and_is_placed_where_it_says() 
             (submitted,) = await worker.heard(m.Submit)
             assert isinstance(submitted, m.Submit)
             assert not worker.settled, "never in the call itself"
-            await worker.told(m.Placed(submitted.number, 2, 1.5, 7.0, (False, True, None, 0, 0, None)))
+            await worker.told(m.Placed(submitted.number, 2, 1.5, 7.0, (False, True, None, 0, 0, None, None)))
             assert worker.settled == [ticket]
             assert (endpoint_of(ticket), ticket.placed_at, ticket.predicted_prompt_tokens) == ("e2", 1.5, 7.0)
             assert ticket.placed_state.reported.asks_load

@@ -344,7 +344,7 @@ def test_a_load_report_reaches_the_endpoint() -> None:
             worker = await it.worker()
             it.runtime.balancer.endpoints.ask_load(it.endpoints[0].uid, True)
             await worker.says(submit(1))
-            assert worker.heard(m.Placed)[0].rest == (False, True, None, 0, 0, None)
+            assert worker.heard(m.Placed)[0].rest == (False, True, None, 0, 0, None, None)
             await worker.says(m.LoadReported(1, LoadReport(3.0, 4.0, 0.5)), m.LoadReported(1, None))
             assert it.runtime.balancer.endpoints.reported_at(it.endpoints[0].uid) > 0.0
             await worker.says(m.Close(1, COMPLETED, None, False), ended(1))

@@ -6,6 +6,6 @@ nothing), `lanes` (parallel prefills), the load of other clients (`others`), and
 (`reservations`). Reported values overrule predicted ones. `trends` is for engines without reports, `opaque` for
 requests whose work cannot be read.
 
-Imported by: `control`, `endpoints`, `knowledge`, `queue`, `replicas`, `restarts`, `saved`, `scaling`, `sim`.
+Imported by: `control`, `endpoints`, `knowledge`, `queue`, `replicas`, `restarts`, `saved`, `scaling`, `sim`, `workers`.
 `knowledge.load_model` owns a Room for each endpoint. Never: which request gets the room.
 """

@@ -7,13 +7,18 @@ counts the requests of all.
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
-from lbproxy.core.capacity.bucket import Bucket, Day, Spent, resized
+from lbproxy.core.capacity.bucket import MINUTE_S, Bucket, Day, Spent, resized
 
 FIRST_GUESS_TOKENS: Final = 200.0
 """The assumed length of a response, before there was one."""
 STEP: Final = 0.1
+
+Rate: TypeAlias = tuple[float, float, float]
+"""A limit per minute: its size, what is left of it (below 0: more was used), and in how many seconds all of it is."""
+Rates: TypeAlias = tuple[Rate | None, Rate | None]
+"""Of requests and of tokens; None: there is no such limit."""
 
 
 class Bounds(NamedTuple):
@@ -159,6 +164,10 @@ class Allowance:
         if self._day is not None and use.day is not None:
             self._day.at_least(use.day, now)
 
+    def rates(self, now: float) -> Rates:
+        """What is left of the limits per minute."""
+        return _rate(self._requests, now), _rate(self._tokens, now)
+
     def used(self, in_flight: int, now: float) -> tuple[tuple[str, float], ...]:
         """The used share of each limit that there is, 0 or more, by the name of its key in the settings."""
         shares: list[tuple[str, float]] = []
@@ -171,3 +180,10 @@ class Allowance:
         if self._day is not None:
             shares.append(("tokens_per_day", self._day.used(now) / self._day.size))
         return tuple(shares)
+
+
+def _rate(bucket: Bucket | None, now: float) -> Rate | None:
+    if bucket is None:
+        return None
+    wait_s = bucket.wait_s(bucket.size, now)
+    return bucket.size, bucket.size * (1.0 - wait_s / MINUTE_S), wait_s

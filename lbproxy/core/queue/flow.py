@@ -8,7 +8,7 @@ from math import ceil
 from typing import Final, NamedTuple
 
 from lbproxy.config.sections.flows import FlowSettings
-from lbproxy.core.capacity.allowance import Allowance, Bounds
+from lbproxy.core.capacity.allowance import Allowance, Bounds, Rates
 
 ANONYMOUS: Final = "anonymous"
 """The flow of requests that name no flow and have no key."""
@@ -44,6 +44,7 @@ class Flow:
         "name",
         "refused",
         "served_tokens",
+        "told",
         "virtual_finish",
         "virtual_finish_at",
         "weight",
@@ -69,6 +70,8 @@ class Flow:
         self.virtual_finish_at = now
         self.served_tokens = 0.0
         """The total that it was charged."""
+        self.told: Rates | None = None
+        """In a worker process: what the balancer process said of its limits per minute."""
         self.refused = 0
         """Requests that were refused by one of the limits per minute."""
 
@@ -77,6 +80,12 @@ class Flow:
         """One more request must be parked."""
         limit = self.allowance.max_in_flight
         return limit is not None and self.active + self.elsewhere >= limit
+
+    def rates(self, now: float) -> Rates | None:
+        """What is left of its limits per minute; None: it has none."""
+        if not self.limited:
+            return None
+        return self.told or (self.allowance.rates(now) if self.allowance.is_timed else None)
 
     def concurrency_refusal(self) -> Refusal:
         """The refusal of a request that was parked until it had to end."""
@@ -88,6 +97,13 @@ class Flow:
         self.weight = rule.weight
         self.allowance.reconfigure(Bounds(rule.in_flight, rule.requests_per_minute, rule.tokens_per_minute), now)
         self.limited = self.allowance.is_timed or rule.in_flight is not None
+
+
+def told_flow(rates: Rates) -> Flow:
+    """In a worker process: the flow of a ticket, of which only this is known."""
+    flow = Flow("", 0.0)
+    flow.told, flow.limited = rates, True
+    return flow
 
 
 @dataclass(frozen=True)

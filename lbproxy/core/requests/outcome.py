@@ -128,7 +128,8 @@ class LbError(Exception):
     """A request to which lbproxy itself responds with an error. The only exception that crosses layers.
 
     `message` is for the client: it never contains an upstream address, a traceback or bytes of the request's body.
-    `allow`: the Allow header of a 405. `retry_after_s`: when a retry would succeed, if that is known.
+    `allow`: the Allow header of a 405. `retry_after_s`: when a retry would succeed, if that is known. `fields`: further
+    field lines of the response, each with its CRLF.
     """
 
     def __init__(
@@ -139,10 +140,12 @@ class LbError(Exception):
         param: str | None = None,
         allow: str | None = None,
         retry_after_s: float | None = None,
+        fields: str = "",
     ) -> None:
         self.outcome = outcome
         self.message = outcome.value.message if message is None else message
         self.param = param or outcome.value.param
         self.allow = allow
         self.retry_after_s = retry_after_s
+        self.fields = fields
         super().__init__(self.message)

@@ -140,7 +140,7 @@ class Exchange(ABC):
         self.request = request
         self.placed = placed
         if request.keepalive_s:
-            self._keepalive = Keepalive(self, self._shared.runtime)
+            self._keepalive = Keepalive(self, self._shared.runtime, lambda: self._ticket)
         self._place()
 
     def _place(self) -> None:
@@ -686,4 +686,4 @@ class Exchange(ABC):
     # Responses of lbproxy itself
 
     def _own_fields(self) -> str:
-        return self._shared.own_fields(self.record, self.cors, explain=self.request.fields.explain)
+        return self._shared.own_fields(self.record, self.cors, self._ticket, explain=self.request.fields.explain)

@@ -22,6 +22,7 @@ from lbproxy.net.connections.patience import ClockLimits
 from lbproxy.net.connections.pool import ConnectionPool
 from lbproxy.net.dialing.above import as_ours, host_of
 from lbproxy.net.dialing.origin import Origin
+from lbproxy.proxy.request.own_responses import rate_fields
 
 LARGE_BODY_BYTES: Final = 16 << 10
 """A smaller body is neither counted nor released before its request ends: the other objects of a request cost as much,
@@ -64,7 +65,7 @@ class Exchanger:
         if head.reason and endpoint.engine == LBPROXY:
             head.end_to_end += head.reason
 
-    def own_fields(self, record: RequestRecord, cors: str, *, explain: bool) -> str:
+    def own_fields(self, record: RequestRecord, cors: str, ticket: Ticket | None, *, explain: bool) -> str:
         """lbproxy's own field lines in a response, each with its CRLF.
 
         `cors`: field lines about origins, which go first. `explain`: the client asks for an explanation of the routing
@@ -73,6 +74,8 @@ class Exchanger:
         always = f"{cors}x-request-id: {record.request_id}\r\nx-lbproxy-attempts: {record.attempts}\r\n"
         if record.fallback_from is not None:
             always += f"x-lbproxy-model: {_ascii(record.model)}\r\n"
+        if ticket is not None and ticket.flow is not None and ticket.flow.limited:
+            always += rate_fields(ticket, record.route, self.runtime.now())
         if not self.expose_endpoint:
             return always
         fields = f"{always}x-lbproxy-endpoint: {record.endpoint}\r\n"

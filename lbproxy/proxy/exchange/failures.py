@@ -20,7 +20,7 @@ from lbproxy.core.requests.retry import FailureKind
 from lbproxy.driver.request_runtime import RequestRuntime
 from lbproxy.proxy.exchange.fallback import Fallback
 from lbproxy.proxy.request.client_request import rank_is_gone
-from lbproxy.proxy.request.own_responses import refusal
+from lbproxy.proxy.request.own_responses import rate_fields, refusal
 from lbproxy.proxy.request.routes import Route
 
 
@@ -97,7 +97,7 @@ def refusal_after(failed: AttemptFailures, ticket: Ticket, runtime: RequestRunti
             return LbError(failed.last)  # a live pool failed this request
         if record.error is None and (count := runtime.count_draining(model)):
             record.error = f"no endpoint takes this request ({count} {'is' if count == 1 else 'are'} draining)"
-    return refusal(ticket, record.alias or model)
+    return refusal(ticket, record.alias or model, rate_fields(ticket, record.route, runtime.now()))
 
 
 _FIELD: Final = re.compile(rb"(?im)^(retry-after|date):[ \t]*([^\r\n]{1,64}?)[ \t]*\r$")

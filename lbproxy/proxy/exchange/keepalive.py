@@ -17,14 +17,16 @@ Each request has one timer, and an event costs nothing: since when the endpoint 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final, Protocol
 
 from lbproxy.core.observed.record import RequestRecord
+from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.driver.request_runtime import RequestRuntime
 from lbproxy.proxy.exchange.relay import Client, HeadSender, Relay, chunk
 from lbproxy.proxy.request.client_request import ClientRequest
-from lbproxy.proxy.request.own_responses import stream_head
+from lbproxy.proxy.request.own_responses import rate_fields, stream_head
 
 COMMENT: Final = b": keep-alive\n\n"
 PING: Final = b'event: ping\ndata: {"type": "ping"}\n\n'
@@ -58,9 +60,10 @@ class Keepalive:
     client_reusable = False
     """See relay.HeadSender."""
 
-    def __init__(self, exchange: SilentRequest, runtime: RequestRuntime) -> None:
+    def __init__(self, exchange: SilentRequest, runtime: RequestRuntime, ticket: Callable[[], Ticket | None]) -> None:
+        """`ticket`: that of its present attempt."""
         request = exchange.request
-        self._exchange, self._runtime = exchange, runtime
+        self._exchange, self._runtime, self._ticket = exchange, runtime, ticket
         self._every_s = request.keepalive_s
         self._words = chunk(PING if request.route.name == "messages" else COMMENT)
         self._is_certain = exchange.placed.stream and request.method == "POST" and request.route.flatten is not None
@@ -98,4 +101,5 @@ class Keepalive:
         exchange.record.status = 200
         exchange.head_sent(self)
         fields = f"x-request-id: {exchange.record.request_id}\r\n{exchange.cors}"
+        fields += rate_fields(self._ticket(), exchange.request.route.name, self._runtime.now())
         return stream_head(fields, keep_alive=exchange.keep_alive)

@@ -23,6 +23,12 @@ _EXPOSED: Final = ", ".join(
         *("x-request-id", "x-lbproxy-attempts", "x-lbproxy-endpoint", "x-lbproxy-tier", "x-lbproxy-prefill"),
         *("x-lbproxy-explain", "x-lbproxy-model"),
         *(REASON_FIELD, "x-should-retry", "retry-after"),
+        *(f"x-ratelimit-{name}-{what}" for what in ("requests", "tokens") for name in ("limit", "remaining", "reset")),
+        *(
+            f"anthropic-ratelimit-{what}-{name}"
+            for what in ("requests", "tokens")
+            for name in ("limit", "remaining", "reset")
+        ),
     )
 )
 _FIELD_NAMES: Final = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z, ]{1,4096}")

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import random
+import time
+from datetime import UTC, datetime
 from http import HTTPStatus
-from math import ceil
+from math import ceil, floor
 from typing import Final, NamedTuple
 from urllib.parse import unquote
 
@@ -54,7 +56,9 @@ def error_response(
         fields |= {"sec-websocket-version": "13", "upgrade": "websocket", "connection": "upgrade"}
     if error.allow is not None:
         fields["allow"] = error.allow
-    return json_response(facts.status, error_body(error, record.path), fields, keep_alive=keep_alive, more=more)
+    return json_response(
+        facts.status, error_body(error, record.path), fields, keep_alive=keep_alive, more=more + error.fields
+    )
 
 
 def json_response(status: int, body: bytes, fields: dict[str, str], *, keep_alive: bool, more: str = "") -> bytes:
@@ -77,6 +81,36 @@ def json_head(status: int, length: int, fields: dict[str, str], *, keep_alive: b
 def no_content_response(fields: str, *, keep_alive: bool) -> bytes:
     """A 204. `fields`: lines with their CRLF."""
     return status_line(204) + fields.encode("ascii") + (b"\r\n" if keep_alive else b"connection: close\r\n\r\n")
+
+
+def rate_fields(ticket: Ticket | None, route: str, now: float) -> str:
+    """Field lines about the limits per minute of a request's flow, in the words of its API; empty: there are none."""
+    flow = None if ticket is None else ticket.flow
+    rates = None if flow is None else flow.rates(now)
+    if rates is None:
+        return ""
+    fields = ""
+    for what, rate in zip(("requests", "tokens"), rates, strict=True):
+        if rate is None:
+            continue
+        size, left, wait_s = rate
+        facts = {"limit": f"{size:.0f}", "remaining": f"{max(0, floor(left + 1e-6))}"}
+        if route == "messages":
+            facts["reset"] = datetime.fromtimestamp(ceil(time.time() + wait_s), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            fields += "".join(f"anthropic-ratelimit-{what}-{name}: {fact}\r\n" for name, fact in facts.items())
+        else:
+            facts["reset"] = _in_words(wait_s)
+            fields += "".join(f"x-ratelimit-{name}-{what}: {fact}\r\n" for name, fact in facts.items())
+    return fields
+
+
+def _in_words(seconds: float) -> str:
+    """As OpenAI writes it: 12ms, 1s, 6m0s."""
+    if seconds < 1.0:
+        millis = ceil(seconds * 1000.0)
+        return f"{millis}ms" if 0 < millis < 1000 else "1s" if millis else "0s"
+    whole = ceil(seconds)
+    return f"{whole}s" if whole < 60 else f"{whole // 60}m{whole % 60}s"
 
 
 class _Listed(NamedTuple):
@@ -134,12 +168,14 @@ def model_not_found(model: str | None) -> LbError:
     )
 
 
-def refusal(ticket: Ticket, model: str | None) -> LbError:
-    """The error for a request for `model` that got no place."""
+def refusal(ticket: Ticket, model: str | None, fields: str = "") -> LbError:
+    """The error for a request for `model` that got no place. `fields`: by `rate_fields`."""
     outcome = ticket.outcome
     assert outcome is not None
     if outcome is Outcome.MODEL_NOT_FOUND:
         return model_not_found(model)
     if outcome.value.status != HTTPStatus.TOO_MANY_REQUESTS:
         return LbError(outcome)
-    return LbError(outcome, ticket.refusal and ticket.refusal.message, retry_after_s=ticket.retry_after_s)
+    return LbError(
+        outcome, ticket.refusal and ticket.refusal.message, retry_after_s=ticket.retry_after_s, fields=fields
+    )
