@@ -70,6 +70,7 @@ READS_FILES = {
     *("control/admin/key_files.py", "control/admin/dashboard/page.py", "control/discovery/discovery.py"),
     "control/admin/made_token.py",
     *("commands/cli.py", "control/telemetry/memory.py", "control/saving/state_file.py"),
+    "control/saving/usage_file.py",
     *("processes/settings_file.py", "workers/shares.py"),
 }
 PACKAGES = {

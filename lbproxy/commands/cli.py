@@ -223,6 +223,17 @@ def _add_admin_commands(commands: Subparsers) -> None:
     )
     status.add_argument("--json", action="store_true", help="the complete state, as JSON")
     status.add_argument("--legend", action="store_true", help="say what the columns mean")
+    what = "who used how many tokens, by day (UTC), flow and model"
+    usage = commands.add_parser("usage", help=what)
+    usage.add_argument(
+        "--days", type=int, choices=range(1, 401), metavar="N", default=30, help="1 to 400 (default: 30)"
+    )
+    usage.add_argument("--json", action="store_true", help="the same, as JSON")
+    what = "settings: of the lbproxy that runs with them, or of the files that it left"
+    usage.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help=what)
+    usage.add_argument(
+        "--admin", type=addresses.url, metavar="HOST:PORT", action="append", help=f"{text}; several: their sum"
+    )
     commands.add_parser("top", parents=[remote], help="the same, live; q quits")
     drain = commands.add_parser("drain", parents=[remote], help="stop sending new requests to an endpoint")
     drain.add_argument("name", metavar="NAME", help="the endpoint's name, as in `lbproxy status`")
@@ -549,6 +560,29 @@ def _register(args: argparse.Namespace) -> int:
     return register(entry, urls, token, every_s=args.every, say=say)
 
 
+def _usage(args: argparse.Namespace) -> int:
+    from rich.console import Console  # noqa: PLC0415
+
+    from lbproxy.commands.client import AdminError  # noqa: PLC0415
+    from lbproxy.commands.usage import usage  # noqa: PLC0415
+
+    settings, urls = None, args.admin
+    if args.config is not None:
+        settings = _read_settings(args.config)
+        if urls is None:
+            own = settings.admin
+            urls = [] if own is None else [f"unix:{own.unix}" if own.unix else f"http://{own.host}:{own.port}"]
+    elif urls is None:
+        urls = [os.environ.get("LBPROXY_ADMIN") or addresses.url(addresses.ADMIN)]
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    try:
+        token = os.environ.get("LBPROXY_ADMIN_TOKEN")
+        return usage(urls, settings, token, console, days=args.days, as_json=args.json)
+    except AdminError as error:
+        print(f"lbproxy usage: {error}", file=sys.stderr)
+        return 1
+
+
 _COMMANDS: dict[str | None, Callable[[argparse.Namespace], int]] = {
     None: _run,
     "check": _check,
@@ -558,6 +592,7 @@ _COMMANDS: dict[str | None, Callable[[argparse.Namespace], int]] = {
     "mock": _mock,
     "register": _register,
     "sim": _sim,
+    "usage": _usage,
     **dict.fromkeys(
         ("status", "top", "drain", "undrain", "sleep", "wake", "reload", "explain", "admin-token", "dashboard"), _remote
     ),

@@ -61,9 +61,9 @@ class AdminClient:
     def close(self) -> None:
         self._client.close()
 
-    def get(self, *path: str) -> Fields:
+    def get(self, *path: str, **query: int) -> Fields:
         """What is at /admin/ and these segments."""
-        return self._ask("GET", path)
+        return self._ask("GET", path, query=query)
 
     def post(self, *path: str, within_s: float = TIMEOUT_S, body: Fields | None = None) -> Fields:
         return self._ask("POST", path, within_s, body)
@@ -93,7 +93,12 @@ class AdminClient:
             raise AdminError(text) from None
 
     def _ask(
-        self, method: str, path: tuple[str, ...], within_s: float = TIMEOUT_S, body: Fields | None = None
+        self,
+        method: str,
+        path: tuple[str, ...],
+        within_s: float = TIMEOUT_S,
+        body: Fields | None = None,
+        query: dict[str, int] | None = None,
     ) -> Fields:
         headers: dict[str, str] = {}
         if method != "GET":
@@ -106,7 +111,9 @@ class AdminClient:
         content = None if body is None else json.dumps(body)
         with self._mapped():
             return self._read(
-                self._client.request(method, _path(path), headers=headers, timeout=within_s, content=content)
+                self._client.request(
+                    method, _path(path), headers=headers, timeout=within_s, content=content, params=query or None
+                )
             )
 
     def events(self) -> Iterator[Fields]:

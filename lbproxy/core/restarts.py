@@ -12,7 +12,7 @@ of an endpoint is counted in its `Allowance`, or kept here, never both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Final
 
@@ -21,7 +21,8 @@ from lbproxy.core.capacity.bucket import DAY_S, MAX_RESUMED_MINUTES, MINUTE_S, S
 from lbproxy.core.endpoints.endpoint_set import EndpointSet
 from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.queue.flows import Flows
-from lbproxy.core.saved.pieces import Piece, flow_piece, is_name, pieces, sleep_piece, used_piece
+from lbproxy.core.requests.request import DayUse
+from lbproxy.core.saved.pieces import Piece, flow_piece, is_name, pieces, sleep_piece, tokens_pieces, used_piece
 from lbproxy.core.saved.reading import MAX_FLOWS, Saved
 from lbproxy.core.saved.restoring import Restoring
 from lbproxy.core.sleeping.sleepers import Sleepers
@@ -53,26 +54,30 @@ class Restarts:
                 self._take(key, state, now)
         self._forget(now)
 
-    def save(self, *, saved_at: float, prefixes: bool, now: float) -> Iterator[Piece | None]:
+    def save(
+        self, *, saved_at: float, prefixes: bool, now: float, days: Sequence[DayUse] = ()
+    ) -> Iterator[Piece | None]:
         """Export all of it, for `restore` in another process: see `core.saved.pieces`. Empty if there is nothing, as
-        under a policy that learns nothing without limits and servers that sleep. `saved_at`: the wall time.
+        under a policy that learns nothing without limits and servers that sleep. `saved_at`: the wall time. `days`: who
+        used how many tokens.
         """
         learned, durations = self._endpoints.learned(), self._sleepers.durations()
         flows = self._flows.uses(now)
-        if learned is None and not (self._limited or self._absent or flows or durations):
+        if learned is None and not (self._limited or self._absent or flows or durations or days):
             return iter(())
         slept = (sleep_piece(url, times) for url, times in durations.items())
-        others = chain(self._limits(flows, saved_at, now), slept)
+        others = chain(self._limits(flows, saved_at, now), slept, tokens_pieces(days))
         return pieces(learned, others, saved_at=saved_at, prefixes=prefixes, now=now)
 
-    def save_limits(self, *, saved_at: float, now: float) -> Iterator[Piece | None]:
-        """Export only what was used of limits: of each endpoint that has some, and of flows that used some of theirs.
-        Empty if there are none.
+    def save_limits(self, *, saved_at: float, now: float, days: Sequence[DayUse] = ()) -> Iterator[Piece | None]:
+        """Export only `days`, and what was used of limits: of each endpoint that has some, and of flows that used some
+        of theirs. Empty if there are none.
         """
         flows = self._flows.uses(now)
-        if not (self._limited or self._absent or flows):
+        if not (self._limited or self._absent or flows or days):
             return iter(())
-        return pieces(None, self._limits(flows, saved_at, now), saved_at=saved_at, prefixes=False, now=now)
+        others = chain(self._limits(flows, saved_at, now), tokens_pieces(days))
+        return pieces(None, others, saved_at=saved_at, prefixes=False, now=now)
 
     def restore(self, saved: Saved, *, age_s: float, now: float) -> Restoring | None:
         """Start with what was saved `age_s` ago. Call `step` of the result until it returns False, and again when

@@ -41,6 +41,7 @@ from lbproxy.control.probing.prober import Prober
 from lbproxy.control.probing.roles import RoleWatch
 from lbproxy.control.probing.scraper import Scraper, Scraping
 from lbproxy.control.saving.keeper import Keeper
+from lbproxy.control.saving.usage_file import rows_of
 from lbproxy.control.sleeping.driver import SleepDriver
 from lbproxy.control.telemetry.history import History
 from lbproxy.control.telemetry.memory import Memory
@@ -481,6 +482,10 @@ class Proxy:
         self.settings = self.settings.model_copy(update={"log": log})
         self.telemetry.log.reconfigure(log)
         self.plane.set_log_level(level)
+
+    async def usage(self, days: int) -> dict[str, object]:
+        kept, uses = await self.keeper.usage()
+        return {"kept": kept, "rows": rows_of(uses, days)}
 
     def origin(self, name: str) -> str:
         added = self.overlay.added.get(name)

@@ -24,6 +24,7 @@ from lbproxy.control.admin.changes import ReloadResult
 from lbproxy.control.admin.openapi import ENTRY, EVENTS, AdminRoute, document
 from lbproxy.control.admin.state import ShownState, drain_progress, sleep_fields
 from lbproxy.control.discovery.overlay import NotLeasedError, UnknownEntryError
+from lbproxy.control.saving.usage_file import MAX_DAYS
 from lbproxy.control.telemetry.history import History
 from lbproxy.control.telemetry.recent import MAX_SUMMARIES, Fields
 from lbproxy.core.endpoints.endpoint import EndpointUid
@@ -114,6 +115,13 @@ class Feed:
 
 
 logger = logging.getLogger("lbproxy")
+DEFAULT_DAYS = 30
+LEVEL: Fields = {
+    "type": "object",
+    "required": ["level"],
+    "properties": {"level": {"type": "string", "enum": list(LEVELS)}},
+}
+DAYS: Fields = {"type": "integer", "minimum": 1, "maximum": MAX_DAYS, "default": DEFAULT_DAYS}
 
 
 class Steering(Protocol):
@@ -143,6 +151,9 @@ class Steering(Protocol):
 
     def set_log_level(self, level: str) -> None:
         """Until a reload or a restart."""
+
+    async def usage(self, days: int) -> Fields:
+        """Who used how many tokens in the last days, and whether that is kept."""
 
     def origin(self, name: str) -> str:
         """Where an endpoint comes from."""
@@ -191,16 +202,14 @@ class Api:
 
     def _make_routes(self) -> list[AdminRoute]:
         limit: Fields = {"type": "integer", "minimum": 1, "maximum": MAX_SUMMARIES, "default": 100}
-        level: Fields = {
-            "type": "object",
-            "required": ["level"],
-            "properties": {"level": {"type": "string", "enum": list(LEVELS)}},
-        }
         one = "/admin/endpoints/{name}"
         return [
             AdminRoute("GET", "/admin/state", self._get_state, "The complete state", "State"),
             AdminRoute(
                 "GET", "/admin/history", self._get_history, "The last ten minutes in steps of five seconds", "History"
+            ),
+            AdminRoute(
+                "GET", "/admin/usage", self._get_usage, "Who used how many tokens", "Usage", query={"days": DAYS}
             ),
             AdminRoute(
                 "GET",
@@ -255,7 +264,7 @@ class Api:
                 "Change the log level until the next reload",
                 "LogLevel",
                 (200, 422),
-                body=level,
+                body=LEVEL,
             ),
             AdminRoute("GET", "/admin/openapi.json", self._openapi, "This document", "Document"),
         ]
@@ -273,6 +282,12 @@ class Api:
 
     async def _get_history(self, _: web.Request) -> web.Response:
         return _json({"points": self._history.points})
+
+    async def _get_usage(self, request: web.Request) -> web.Response:
+        text = request.query.get("days", str(DEFAULT_DAYS))
+        if not (text.isascii() and text.isdigit() and len(text) < 4 and 1 <= int(text) <= MAX_DAYS):
+            raise ApiError(400, "invalid_days", f"days: expected 1 to {MAX_DAYS}")
+        return _json(await self._steering.usage(int(text)))
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         if not self.feed.has_room:

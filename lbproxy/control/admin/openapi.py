@@ -323,6 +323,20 @@ COMPONENTS: dict[str, Schema] = {
     "Sleep": record(name=TEXT, sleep=_maybe(_SLEEP)),
     "State": _STATE,
     "Point": _POINT,
+    "Usage": record(
+        kept=FLAG,
+        rows=_list(
+            record(
+                day=TEXT,
+                flow=TEXT,
+                model=_maybe(TEXT),
+                prompt_uncached=COUNT,
+                prompt_cached=COUNT,
+                completion=COUNT,
+                estimated=COUNT,
+            )
+        ),
+    ),
     "History": record(points=_list(ref("Point"))),
     "Request": _REQUEST,
     "Requests": record(decisions=_list(ref("Request"))),

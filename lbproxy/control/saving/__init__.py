@@ -4,5 +4,5 @@
 `state_file` is the file with its lock: blocking, in threads. `keeper` decides when it is read and written, and exports
 in steps between which requests are served. What is in the file, and what may be, is decided in `core.saved`.
 
-Imported by: `commands`, `processes`. Never: the request path.
+Imported by: `admin`, `commands`, `processes`. Never: the request path.
 """

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
 from collections.abc import Callable
 from typing import Any, Final, TypeVar, TypeVarTuple
@@ -21,7 +22,9 @@ from typing import Any, Final, TypeVar, TypeVarTuple
 from lbproxy.config.sections.routing import StateSettings
 from lbproxy.control.families.common import StateStats
 from lbproxy.control.saving.state_file import LockedError, StateFile, problem, read
+from lbproxy.control.saving.usage_file import append_usage, read_usage, usage_path
 from lbproxy.core.balancer import Balancer
+from lbproxy.core.requests.request import DayUse
 from lbproxy.core.saved.reading import Saved, SavedError, encode
 from lbproxy.core.saved.restoring import Restoring
 
@@ -62,6 +65,8 @@ class Keeper:
         self._complaint = ""
         """The last warning, which is not repeated."""
         self._pauses = PAUSES
+        self._saved_days: list[DayUse] = []
+        """What was found at the start of who used how many tokens."""
         self.counted: Saved | None = None
         """What was used of limits, as known by the process before this one: newer than what is in the file."""
 
@@ -71,8 +76,12 @@ class Keeper:
         """Read the file, if there is one, and give the balancer what is in it. If another replica `told` what it has
         learned now, only what was used of limits is taken from the file: replicas tell that in another way.
         """
+        self._turn()
         found = await self._read()
         await self._look()
+        if (counted := self.counted) is not None and counted.tokens:
+            self._saved_days = list(counted.tokens.values())
+        self._balancer.ledger.resume(self._saved_days)
         if (counted := self.counted) is not None:
             if found is not None:
                 found[0].forget_limits()
@@ -93,6 +102,7 @@ class Keeper:
         try:
             async with asyncio.timeout(READ_WITHIN_S):
                 saved = await asyncio.to_thread(read, path)
+            self._saved_days = list(saved.tokens.values())  # of whatever age
             return self._usable(saved)
         except FileNotFoundError:
             logger.info("state: there is no file %s yet", path, extra={"event": "state"})
@@ -153,8 +163,11 @@ class Keeper:
     async def count(self) -> bytes:
         """What was used of limits, as in a file, for `counted` of another keeper. Empty: there are none."""
         lines: list[bytes] = []
+        self._turn()
         began_at = time.monotonic()
-        for piece in self._balancer.restarts.save_limits(saved_at=time.time(), now=self._now()):
+        for piece in self._balancer.restarts.save_limits(
+            saved_at=time.time(), now=self._now(), days=self._balancer.ledger.days()
+        ):
             if piece is not None:
                 lines.append(encode(piece))
             if time.monotonic() - began_at > TURN_S:
@@ -167,8 +180,20 @@ class Keeper:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             await self._restore_prefixes(pauses=PAUSES)
+            self._turn()
             if self._now() >= self._due_at:
                 await self.write()
+
+    def _turn(self) -> None:
+        self._balancer.ledger.turn(time.strftime("%Y-%m-%d", time.gmtime()), secrets.token_hex(8))
+
+    async def usage(self) -> tuple[bool, list[DayUse]]:
+        """Whether a file keeps who used how many tokens; and all of it, with the present day. Raises OSError."""
+        path = self._settings.file
+        kept = [] if path is None else await asyncio.to_thread(read_usage, usage_path(path))
+        self._turn()
+        uses = {(one.day, one.id): one for one in (*kept, *self._balancer.ledger.days())}
+        return path is not None, list(uses.values())
 
     def reconfigure(self, settings: StateSettings) -> None:
         """Use other settings. What is in a new file is not read, as lbproxy knows more than that."""
@@ -237,9 +262,17 @@ class Keeper:
     async def _export(self, file: StateFile) -> int:
         """Returns the size; 0 = there is nothing that is to survive. Raises LockedError, OSError."""
         lines: list[bytes] = []
+        self._turn()
+        ended = self._balancer.ledger.ended
+        if ended:
+            await self._in_thread(file.begin)  # it has the lock from here on
+            await self._in_thread(append_usage, usage_path(file.path), ended)
+            self._balancer.ledger.ended = self._balancer.ledger.ended[len(ended) :]
         size, began_at = 0, time.monotonic()
         prefixes = self._settings.prefixes
-        for piece in self._balancer.restarts.save(saved_at=time.time(), prefixes=prefixes, now=self._now()):
+        for piece in self._balancer.restarts.save(
+            saved_at=time.time(), prefixes=prefixes, now=self._now(), days=self._balancer.ledger.days()
+        ):
             if not size and not lines:
                 await self._in_thread(file.begin)
                 began_at = time.monotonic()

@@ -73,7 +73,7 @@ class StateFile:
         """Start a new version, in place of one that nobody ended. Raises LockedError, OSError."""
         self._acquire()
         self.abort()
-        self._new = open(f"{self.path}.tmp", "wb", opener=_open_to_write)  # noqa: SIM115 - open until it is complete
+        self._new = open(f"{self.path}.tmp", "wb", opener=open_to_write)  # noqa: SIM115 - open until it is complete
 
     def append(self, data: bytes) -> None:
         """Raises OSError."""
@@ -129,6 +129,6 @@ class StateFile:
         self._lock = lock
 
 
-def _open_to_write(path: str, flags: int) -> int:
+def open_to_write(path: str, flags: int) -> int:
     """Readable by the owner only: whoever has hashes of prompts can test whether a prompt was sent."""
     return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

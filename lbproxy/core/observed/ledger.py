@@ -8,13 +8,16 @@ which has the wall clock, says when one ends. Invariants: counts since the start
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final, TypeAlias
 
-from lbproxy.core.requests.request import Tokens
+from lbproxy.core.requests.request import DayUse, Tokens
 
 MAX_PAIRS: Final = 2000
 MAX_NAME_CHARS: Final = 128
+MAX_ENDED: Final = 8
+"""Days that wait for a disk."""
+NOTHING: Final = Tokens()
 REST: Final = ("others", "other")
 """The flow and the model of all beyond."""
 
@@ -28,6 +31,14 @@ class Ledger:
     def __init__(self) -> None:
         self._rows: dict[Pair, list[int]] = {}
         """Since the start, in the order of `Tokens`."""
+        self._before: dict[Pair, Tokens] = {}
+        """Of these, what was counted before the present day."""
+        self._resumed: dict[Pair, Tokens] = {}
+        """What an earlier process counted in the present day."""
+        self.day = self.id = ""
+        """Of the present day: see `DayUse`. Empty: the driver has not said which day it is."""
+        self.ended: list[DayUse] = []
+        """Days that ended, until the driver has written them down."""
 
     def add(self, flow: str, model: str | None, used: Tokens) -> None:
         """Count what a request used."""
@@ -43,6 +54,38 @@ class Ledger:
         if pair not in self._rows and len(self._rows) - (REST in self._rows) >= MAX_PAIRS:
             pair = REST
         return self._rows.setdefault(pair, [0] * len(Tokens._fields))
+
+    def turn(self, day: str, new_id: str) -> None:
+        """Say which day it is, at least once a second. `new_id`: for a day that begins."""
+        if day == self.day:
+            return
+        if self.day and (use := self.today()).rows:
+            self.ended = [*self.ended, use][-MAX_ENDED:]
+        if self.day:
+            self._before, self._resumed = dict(self.since_start()), {}
+        self.day, self.id = day, new_id
+
+    def resume(self, saved: Iterable[DayUse]) -> None:
+        """Go on with days that an earlier process counted, before anything is counted here; after `turn`."""
+        for use in saved:
+            if use.day == self.day and not self._resumed:
+                self.id, self._resumed = use.id, dict(use.rows)
+            else:
+                self.ended.append(use)
+
+    def today(self) -> DayUse:
+        """The present day so far."""
+        rows = dict(self._resumed)
+        for pair, used in self.since_start().items():
+            new = used.less(self._before.get(pair, NOTHING))
+            if new.all:
+                rows[pair] = rows.get(pair, NOTHING).plus(new)
+        return DayUse(self.day, self.id, rows)
+
+    def days(self) -> list[DayUse]:
+        """What is to survive a restart: days that were not written down yet, and the present one."""
+        today = self.today()
+        return [*self.ended, *([today] if today.rows and self.day else [])]
 
     def since_start(self) -> Mapping[Pair, Tokens]:
         """By pair, oldest first."""

@@ -5,7 +5,7 @@ Everything here is bytes from outside, or a value made of them, and independent 
 validated here and nowhere else: an `LbError` says what is wrong with a request.
 
 Imported by: `balancer`, `caches`, `commands`, `control`, `driver`, `endpoints`, `engines`, `extras`, `knowledge`,
-`net`, `observed`, `placing`, `policies`, `proxy`, `queue`, `replicas`, `responses`, `scaling`, `sim`, `sleeping`,
-`workers`. Never: state that outlives a request, except the retry budget (`retry`). A new API (another wire format)
-starts here, with a module like `openai`.
+`net`, `observed`, `placing`, `policies`, `proxy`, `queue`, `replicas`, `responses`, `restarts`, `saved`, `scaling`,
+`sim`, `sleeping`, `workers`. Never: state that outlives a request, except the retry budget (`retry`). A new API
+(another wire format) starts here, with a module like `openai`.
 """

@@ -141,8 +141,22 @@ class Tokens(NamedTuple):
         """Of `all`, those that no server reported."""
         return self.estimated_prompt + self.estimated_completion
 
+    def less(self, part: Tokens) -> Tokens:
+        return Tokens(*[one - other for one, other in zip(self, part, strict=True)])
+
     def plus(self, more: Tokens) -> Tokens:
         return Tokens(*[one + other for one, other in zip(self, more, strict=True)])
+
+
+class DayUse(NamedTuple):
+    """The tokens of one day (UTC) that one run of days counted: several may have counted some of the same day."""
+
+    day: str
+    """As 2026-11-29."""
+    id: str
+    """Tells it from others of that day."""
+    rows: dict[tuple[str, str], Tokens]
+    """By flow and model."""
 
 
 def reported(usage: Usage) -> Tokens:

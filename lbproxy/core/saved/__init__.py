@@ -5,6 +5,6 @@
 mappings; `reading` is the one place that validates such data, and reads and writes it as lines of text; `restoring`
 gives what was learned to a new pool with its age. `core.restarts` is the owner of the rest.
 
-Imported by: `control`, `endpoints`, `extras`, `processes`, `restarts`, `sim`, `sleeping`. Never: files, connections, or
-the clock.
+Imported by: `commands`, `control`, `endpoints`, `extras`, `processes`, `restarts`, `sim`, `sleeping`. Never: files,
+connections, or the clock.
 """

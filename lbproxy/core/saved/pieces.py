@@ -3,8 +3,9 @@
 
 A piece is a mapping of plain values (text, numbers, lists, mappings). In order: one `head`; if something is learned,
 one `pool` and an `endpoint` for each endpoint, with prefixes `nodes` and `ends`; `used` for each endpoint with limits
-per time, `flow` for each flow that used some of its limits per minute, `sleep` for each server that may sleep; and one
-`end`, without which the data is not complete. Times are wall times, in seconds since 1970.
+per time, `flow` for each flow that used some of its limits per minute, `sleep` for each server that may sleep, `tokens`
+for who used how many in which day; and one `end`, without which the data is not complete. Times are wall times, in
+seconds since 1970.
 
 Prefixes are a tree, as in `core.caches.prefix_index`: a node is a piece of a prompt, with the number of the node before
 it (-1: it is the beginning) and its keys; nodes are numbered in the order of the pieces. `ends` has the prompts in one
@@ -23,13 +24,14 @@ from lbproxy.core.caches.prefix_index import EndpointCache, Node
 from lbproxy.core.capacity.allowance import Use
 from lbproxy.core.knowledge.load_model import LoadModel
 from lbproxy.core.knowledge.pool_model import PoolModel
+from lbproxy.core.requests.request import DayUse
 
 Piece: TypeAlias = Mapping[str, object]
 FORMAT: Final = "lbproxy state"
 VERSION: Final = 2
 """To be increased with each change of names or meanings. An older lbproxy does not use the data of a newer one."""
 READABLE: Final = frozenset({1, 2})
-"""Version 1 has neither `used` nor `flow` nor `sleep`, and always a pool."""
+"""Version 1 has neither `used` nor `flow` nor `sleep` nor `tokens`, and always a pool."""
 MAX_NAMES: Final = 1024
 """Adapters of one endpoint, in each of its lists."""
 MAX_NAME_CHARS: Final = 1024
@@ -107,6 +109,15 @@ def flow_piece(name: str, use: Use, ahead_s: float) -> Piece:
     """What a flow used of its limits per minute. `ahead_s`: as above."""
     amounts = {"requests": _amount(use.requests), "tokens": _amount(use.tokens)}
     return {"kind": "flow", "name": name, "at": max(0.0, use.at + ahead_s), **amounts}
+
+
+def tokens_pieces(days: Iterable[DayUse]) -> Iterator[Piece]:
+    """Who used how many tokens."""
+    for use in days:
+        rows = [[*pair, *used] for pair, used in use.rows.items()]
+        for first in range(0, len(rows), ITEMS_IN_PIECE):
+            part = rows[first : first + ITEMS_IN_PIECE]
+            yield {"kind": "tokens", "day": use.day, "id": use.id, "rows": part}
 
 
 def _amount(amount: float) -> float:

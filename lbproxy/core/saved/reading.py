@@ -9,6 +9,7 @@ a file each piece is a line of JSON.
 
 from __future__ import annotations
 
+import re
 from binascii import Error, a2b_base64
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -19,6 +20,7 @@ import orjson
 from lbproxy.core.capacity.allowance import Use
 from lbproxy.core.capacity.bucket import SLOTS, Spent
 from lbproxy.core.knowledge.learning import Samples
+from lbproxy.core.requests.request import DayUse, Tokens
 from lbproxy.core.saved.pieces import (
     FORMAT,
     MAX_AMOUNT,
@@ -43,6 +45,9 @@ Limits: TypeAlias = Mapping[str, tuple[float, float]]
 Value = TypeVar("Value")
 
 MAX_ENDPOINTS: Final = 4096
+MAX_DAYS: Final = 4096
+MAX_ROWS: Final = 4096
+MAX_ID_CHARS: Final = 64
 MAX_FLOWS: Final = 4096
 """Flows of which it is said what they used."""
 MAX_URL_CHARS: Final = 2048
@@ -146,6 +151,9 @@ class Saved:
     sleep: dict[str, Durations] = field(default_factory=dict)
     """How long changes of phases take, by URL of the server."""
 
+    tokens: dict[tuple[str, str], DayUse] = field(default_factory=dict)
+    """Who used how many, by day and id."""
+
     def limits_alone(self) -> Saved:
         """What was used of limits, and nothing else."""
         return Saved(self.saved_at, 0, used=self.used, flows=self.flows)
@@ -206,6 +214,8 @@ class Reader:
             _put(saved.used, _url(piece.get("key")), _use(piece))
         elif kind == "flow":
             _put(saved.flows, _flow(piece.get("name")), _use_of_flow(piece), MAX_FLOWS)
+        elif kind == "tokens":
+            add_day(saved.tokens, piece)
         elif kind == "sleep":
             _put(saved.sleep, _url(piece.get("url")), _durations(piece))
         else:
@@ -276,6 +286,23 @@ def _newest(ends: list[int], depths: list[int]) -> list[int]:
         if blocks > MAX_RESTORED_KEYS:
             return ends[len(ends) - count :]
     return ends
+
+
+def add_day(known: dict[tuple[str, str], DayUse], piece: Mapping[str, object]) -> None:
+    """Add who used how many tokens in a day. Raises SavedError."""
+    day, name, rows = piece.get("day"), piece.get("id"), _list(piece.get("rows"))
+    _require(isinstance(day, str) and re.fullmatch(r"\d{4}-\d\d-\d\d", day) is not None, "a day has no date")
+    _require(isinstance(name, str) and 0 < len(name) <= MAX_ID_CHARS, "a day has no id")
+    use = known.setdefault((str(day), str(name)), DayUse(str(day), str(name), {}))
+    _require(len(known) <= MAX_DAYS, "it has too many days")
+    for row in rows:
+        match row:
+            case [str(flow), str(model), *counts] if len(counts) == len(Tokens._fields):
+                numbers = [int(_number(count, "tokens", AMOUNT)) for count in counts]
+            case _:
+                raise SavedError("tokens of a flow are malformed")
+        _require(len(use.rows) < MAX_ROWS and len(flow) + len(model) <= MAX_URL_CHARS, "it has too many flows")
+        use.rows[flow, model] = Tokens(*numbers)
 
 
 def _head(piece: Mapping[str, object]) -> tuple[Saved, int]:

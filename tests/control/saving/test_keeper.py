@@ -100,7 +100,9 @@ def test_no_file_is_configured() -> None:
 def test_a_policy_that_learns_nothing_writes_nothing(tmp_path: Path) -> None:
     file = tmp_path / "state"
     wrote(file)
-    before = file.read_bytes()
+    lines = file.read_bytes().splitlines(keepends=True)
+    before = b"".join(line for line in lines if b'"kind":"tokens"' not in line)  # of these it keeps some
+    file.write_bytes(before)
     kept = Kept(file, pool_of(1, policy="least-request")[0])
 
     async def main() -> None:

@@ -12,7 +12,7 @@ from lbproxy.core.balancer import Balancer
 from lbproxy.core.observed.ledger import MAX_PAIRS, REST, Ledger, by_flow, largest
 from lbproxy.core.queue.ticket import TicketState
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.core.requests.request import DECODE, PREFILL, InferenceRequest, Tokens, Usage, estimated
+from lbproxy.core.requests.request import DECODE, PREFILL, DayUse, InferenceRequest, Tokens, Usage, estimated
 from tests.support.pool import make_balancer, spec
 
 MODELS = ("a", "b", "c")
@@ -121,3 +121,21 @@ def test_the_largest_are_shown_and_all_others_together() -> None:
     assert largest(rows, 3)[2] == (REST, Tokens(3, 1, 1))
     assert by_flow(rows)["a", ""] == Tokens(1, 1, 9, 0, 8)
     assert by_flow(rows)["a", ""].all == 11
+
+
+def test_a_day_that_ends_is_kept_until_it_is_written_down() -> None:
+    ledger = Ledger()
+    ledger.turn("2026-11-28", "one")
+    ledger.resume([DayUse("2026-11-28", "before", {("f", "m"): Tokens(5)}), DayUse("2026-11-27", "x", {})])
+    ledger.add("f", "m", Tokens(1, 2, 3))
+    assert ledger.today() == DayUse("2026-11-28", "before", {("f", "m"): Tokens(6, 2, 3)})
+    assert ledger.since_start() == {("f", "m"): Tokens(1, 2, 3)}, "metrics count since the start"
+    ledger.turn("2026-11-28", "two")
+    ledger.turn("2026-11-29", "three")
+    ledger.add("f", "m", Tokens(0, 0, 4))
+    assert [(one.day, one.id) for one in ledger.days()] == [
+        ("2026-11-27", "x"),
+        ("2026-11-28", "before"),
+        ("2026-11-29", "three"),
+    ]
+    assert ledger.today().rows == {("f", "m"): Tokens(0, 0, 4)}

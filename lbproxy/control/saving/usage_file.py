@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who used how many tokens, in days that ended: a file beside the state file. Everything here blocks.
+
+A line of JSON for each day and whoever counted it. It is replaced atomically, once a day, by the process that has the
+lock of the state file. A line that is damaged costs its day.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterable, Sequence
+
+import orjson
+
+from lbproxy.control.saving.state_file import open_to_write
+from lbproxy.core.requests.request import DayUse, Tokens
+from lbproxy.core.saved.reading import SavedError, add_day
+
+MAX_DAYS = 400
+MAX_FILE_BYTES = 256 << 20
+
+
+def usage_path(state_file: str) -> str:
+    """That beside a state file."""
+    return f"{state_file}.usage"
+
+
+def read_usage(path: str) -> list[DayUse]:
+    """All of it, as it was written. Empty if there is none. Raises OSError."""
+    known: dict[tuple[str, str], DayUse] = {}
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        for line in file.read(MAX_FILE_BYTES).splitlines():
+            with contextlib.suppress(SavedError, orjson.JSONDecodeError):
+                piece = orjson.loads(line)
+                add_day(known, piece if isinstance(piece, dict) else {})
+    return list(known.values())
+
+
+def append_usage(path: str, ended: Sequence[DayUse]) -> None:
+    """Add days that ended, each once; the oldest beyond `MAX_DAYS` are dropped. Raises OSError."""
+    known = {(one.day, one.id): one for one in (*read_usage(path), *ended)}
+    kept = set(sorted({one.day for one in known.values()})[-MAX_DAYS:])
+    with open(f"{path}.tmp", "wb", opener=open_to_write) as file:
+        for use in sorted(known.values(), key=lambda one: one.day):
+            if use.day in kept:
+                rows = [[*pair, *used] for pair, used in use.rows.items()]
+                file.write(orjson.dumps({"day": use.day, "id": use.id, "rows": rows}) + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(f"{path}.tmp", path)
+
+
+def rows_of(uses: Iterable[DayUse], days: int) -> list[dict[str, object]]:
+    """By day, flow and model, as the admin API and `lbproxy usage --json` have it: of the last days, the newest first;
+    in each those that used most first.
+    """
+    first = time.strftime("%Y-%m-%d", time.gmtime(time.time() - (days - 1) * 86_400))
+    sums: dict[tuple[str, str, str], Tokens] = {}
+    for use in uses:
+        if use.day >= first:
+            for pair, used in use.rows.items():
+                key = use.day, *pair
+                sums[key] = used if key not in sums else sums[key].plus(used)
+    ordered = sorted(sums.items(), key=lambda row: (row[0][0], row[1].all), reverse=True)
+    return [
+        {"day": day, "flow": flow, "model": model or None}
+        | {name: getattr(used, name) for name in Tokens._fields[:3]}
+        | {"estimated": used.estimated}
+        for (day, flow, model), used in ordered
+    ]
