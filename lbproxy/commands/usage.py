@@ -41,6 +41,10 @@ def usage(
         console.print_json(json.dumps({"kept": kept, "rows": rows}))
         return 0
     console.print(tokens(rows, len(rows)) or "no tokens were used")
+    replicas = max(part["replicas"] for part in parts)
+    if replicas > len(parts):
+        text = f"of {len(parts)} of {replicas} replicas, each of which has its own: repeat --admin for the sum"
+        console.print(Text(text, style="yellow"))
     if not kept:
         console.print(Text(NOT_KEPT, style="yellow"))
     return 0
@@ -62,7 +66,7 @@ def _of_files(settings: Settings, days: int) -> Fields:
             uses |= read(path).tokens
     except (OSError, SavedError) as error:
         raise AdminError(f"no lbproxy responds, and {path} cannot be used: {error}") from None
-    return {"kept": True, "rows": rows_of(uses.values(), days)}
+    return {"kept": True, "replicas": 1, "rows": rows_of(uses.values(), days)}
 
 
 def added(rows: Sequence[Fields]) -> list[Fields]:

@@ -485,7 +485,8 @@ class Proxy:
 
     async def usage(self, days: int) -> dict[str, object]:
         kept, uses = await self.keeper.usage()
-        return {"kept": kept, "rows": rows_of(uses, days)}
+        replicas = 1 if self.replication is None else 1 + len(self.replication.facts().others)
+        return {"kept": kept, "replicas": replicas, "rows": rows_of(uses, days)}
 
     def origin(self, name: str) -> str:
         added = self.overlay.added.get(name)

@@ -97,7 +97,8 @@ class RetrySettings(Section):
 
 class StateSettings(Section):
     """What survives a restart of lbproxy, in a file: what was learned (by policies that learn, such as adaptive), what
-    was used of endpoints' limits per minute and day, and how long servers take to wake."""
+    was used of endpoints' limits per minute and day, how long servers take to wake, and who used how many tokens today;
+    in `FILE.usage` beside it on the 400 days before."""
 
     file: str | None = None
     """Read at the start, written regularly and at the end, in a writable folder. null = nothing is kept."""

@@ -153,7 +153,7 @@ class Steering(Protocol):
         """Until a reload or a restart."""
 
     async def usage(self, days: int) -> Fields:
-        """Who used how many tokens in the last days, and whether that is kept."""
+        """Who used how many tokens here in the last days, whether that is kept, and how many replicas there are."""
 
     def origin(self, name: str) -> str:
         """Where an endpoint comes from."""

@@ -325,6 +325,7 @@ COMPONENTS: dict[str, Schema] = {
     "Point": _POINT,
     "Usage": record(
         kept=FLAG,
+        replicas=COUNT,
         rows=_list(
             record(
                 day=TEXT,
