@@ -132,9 +132,6 @@ class SocketTurn(Turn):
 
     # socket_relay.SocketOwner
 
-    def guarded(self, step: Callable[[*Arguments], None], *arguments: *Arguments) -> None:
-        self.guarded(step, *arguments)
-
     def progress(self, messages: int) -> None:
         assert self._ticket is not None
         self._shared.runtime.progress(self._ticket, messages)
