@@ -11,18 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final, TypeAlias
 
-from lbproxy.core.requests.request import DayUse, Tokens
+from lbproxy.core.requests.request import Counts, DayUse, Tokens
 
 MAX_PAIRS: Final = 2000
 MAX_NAME_CHARS: Final = 128
 MAX_ENDED: Final = 8
 """Days that wait for a disk."""
 NOTHING: Final = Tokens()
-REST: Final = ("others", "other")
-"""The flow and the model of all beyond."""
-
 Pair: TypeAlias = tuple[str, str]
 """A flow and a model; no model is an empty text."""
+REST: Pair = ("others", "other")
+"""All beyond."""
 
 
 class Ledger:
@@ -40,13 +39,17 @@ class Ledger:
         self.ended: list[DayUse] = []
         """Days that ended, until the driver has written them down."""
 
-    def add(self, flow: str, model: str | None, used: Tokens) -> None:
+    def add(self, flow: str, model: str | None, used: Counts) -> None:
         """Count what a request used."""
         row = self._rows.get((flow, model or ""))
         if row is None:
             row = self._row(flow, model or "")
-        for n, tokens in enumerate(used):
-            row[n] += tokens
+        uncached, cached, completion, estimated_prompt, estimated_completion = used
+        row[0] += uncached
+        row[1] += cached
+        row[2] += completion
+        row[3] += estimated_prompt
+        row[4] += estimated_completion
 
     def _row(self, flow: str, model: str) -> list[int]:
         """That of a pair under a name that can be shown; of `REST` if there are too many."""

@@ -19,8 +19,8 @@ from lbproxy.core.requests.request import (
     BYTES_PER_TOKEN,
     DECODE,
     PREFILL,
+    Counts,
     InferenceRequest,
-    Tokens,
     Usage,
     estimated,
     reported,
@@ -30,7 +30,6 @@ FIRST_BINARY_TOKENS: Final = 1000.0
 """For audio, an image or a file, at least, until an endpoint reports its tokens: its bytes do not show them."""
 BINARY_MODELS: Final = 64
 """Models whose tokens of binary bodies are learned separately."""
-NO_TOKENS: Final = Tokens()
 USUAL_GAP_S: Final = 0.02
 """Between two tokens of a response, under policies that learn none."""
 
@@ -117,20 +116,21 @@ class Limits:
             allowance.take(0.0, reserved - ticket.reserved_tokens, now)
         ticket.used_tokens, ticket.reserved_tokens = used, reserved
 
-    def tokens(self, ticket: Ticket, usage: Usage | None) -> Tokens:
+    def tokens(self, ticket: Ticket, usage: Usage | None) -> Counts:
         """What a ticket used that was served. A request with two tickets counts with that of its second leg."""
         leg, first = ticket.request.leg, ticket.prefill
         if leg == PREFILL and not ticket.counts_in_flow:
-            return NO_TOKENS
+            return 0, 0, 0, 0, 0
         completion = None if usage is None else usage.completion_tokens
         response = 0 if leg == PREFILL else ticket.response_tokens if completion is None else completion
         guess = response if completion is None or (usage is not None and usage.is_estimate) else 0
         if leg == DECODE and first is None:
-            return Tokens(0, 0, response, 0, guess)
+            return 0, 0, response, 0, guess
         if usage is None or usage.prompt_tokens is None:
             size = round(self._expected_prompt(ticket if first is None else first))
-            return Tokens(size, 0, response, size, guess)
-        return reported(usage)._replace(completion=response, estimated_completion=guess)
+            return size, 0, response, size, guess
+        prompt, cached, _, _, _ = reported(usage)
+        return prompt, cached, response, 0, guess
 
     def _used(self, ticket: Ticket, usage: Usage | None) -> float:
         """The tokens of a ticket that was served, as reported, or else as estimated."""

@@ -319,13 +319,12 @@ def origin_form(target: str) -> str:
     return target
 
 
-_RATE_LINES: Final = (
-    ("-requests", re.compile(rb"(?im)^(?:x-ratelimit-[a-z]+-requests|anthropic-ratelimit-requests-[a-z]+):.*\r\n")),
-    (
-        "-tokens",
-        re.compile(rb"(?im)^(?:x-ratelimit-[a-z]+-tokens|anthropic-ratelimit-(?:input-|output-)?tokens-[a-z]+):.*\r\n"),
+_RATE_LINES: Final = {
+    "-requests": re.compile(rb"(?im)^(?:x-ratelimit-[a-z]+-requests|anthropic-ratelimit-requests-[a-z]+):.*\r\n"),
+    "-tokens": re.compile(
+        rb"(?im)^(?:x-ratelimit-[a-z]+-tokens|anthropic-ratelimit-(?:input-|output-)?tokens-[a-z]+):.*\r\n"
     ),
-)
+}
 """What a provider says of its own limits, where ours say the same: by what is in our lines."""
 _VIA: Final = b"Via: 1.1 lbproxy\r\n"
 """In a response: the version that its endpoint speaks (RFC 9110, section 7.6.3). It names no single process."""
@@ -348,7 +347,7 @@ def client_head(head: ResponseHead, own: str, *, chunked: bool, keep_alive: bool
         framing = b""
     fields = _CORS_LINES.sub(b"", head.end_to_end) if own.startswith(REPLACES_CORS) else head.end_to_end
     if "-ratelimit-" in own:
-        for mark, lines in _RATE_LINES:
+        for mark, lines in _RATE_LINES.items():
             fields = lines.sub(b"", fields) if mark in own else fields
     fields += _VIA_HTTP10 if head.http10 else _VIA
     start = (_PHRASES.get(status) or status_line(status)) + fields + own.encode("ascii") + framing
