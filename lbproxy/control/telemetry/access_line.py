@@ -16,7 +16,6 @@ import orjson
 from lbproxy.core.observed.record import MAX_PATH_CHARS, RequestRecord
 from lbproxy.core.queue.flow import ANONYMOUS
 from lbproxy.core.requests.outcome import LABEL_AND_STATUS, Outcome
-from lbproxy.core.requests.request import Usage
 
 MAX_FIELD_CHARS: Final = 256
 MAX_ERROR_CHARS: Final = 512
@@ -121,7 +120,7 @@ def access_line(record: RequestRecord, at: bytes) -> bytes:
         _number(record.request_bytes),
         _number(record.response_bytes),
         _number(record.events),
-        _NO_USAGE if record.usage is None else _tokens(record.usage, record.cached_tokens),
+        _tokens(record),
         queue,
         ttfb,
         _milliseconds(record.ended_at - started_at),
@@ -132,9 +131,14 @@ def access_line(record: RequestRecord, at: bytes) -> bytes:
 _NO_USAGE: Final = b',"prompt_tokens":null,"cached_tokens":null,"completion_tokens":null'
 
 
-def _tokens(usage: Usage, cached: int | None) -> bytes:
+def _tokens(record: RequestRecord) -> bytes:
     """As the endpoint reported them."""
-    prompt, completion = usage.prompt_tokens, usage.completion_tokens
+    usage = record.usage
+    if usage is None:
+        return _NO_USAGE
+    prompt, cached, completion, _, _ = usage  # an attribute costs more
+    if record.prefill is not None:
+        cached = record.cached_tokens
     return b',"prompt_tokens":%b,"cached_tokens":%b,"completion_tokens":%b' % (
         b"null" if prompt is None else _number(prompt),
         b"null" if cached is None else _number(cached),

@@ -18,12 +18,12 @@ from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.requests.request import (
     BYTES_PER_TOKEN,
     DECODE,
+    NO_USAGE,
     PREFILL,
     Counts,
     InferenceRequest,
     Usage,
     estimated,
-    reported,
 )
 
 FIRST_BINARY_TOKENS: Final = 1000.0
@@ -121,16 +121,16 @@ class Limits:
         leg, first = ticket.request.leg, ticket.prefill
         if leg == PREFILL and not ticket.counts_in_flow:
             return 0, 0, 0, 0, 0
-        completion = None if usage is None else usage.completion_tokens
+        prompt, cached, completion, _, is_estimate = NO_USAGE if usage is None else usage  # an attribute costs more
         response = 0 if leg == PREFILL else ticket.response_tokens if completion is None else completion
-        guess = response if completion is None or (usage is not None and usage.is_estimate) else 0
+        guess = response if completion is None or is_estimate else 0
         if leg == DECODE and first is None:
             return 0, 0, response, 0, guess
-        if usage is None or usage.prompt_tokens is None:
+        if prompt is None:
             size = round(self._expected_prompt(ticket if first is None else first))
             return size, 0, response, size, guess
-        prompt, cached, _, _, _ = reported(usage)
-        return prompt, cached, response, 0, guess
+        cached = 0 if cached is None or cached < 0 else min(cached, prompt)
+        return prompt - cached, cached, response, 0, guess
 
     def _used(self, ticket: Ticket, usage: Usage | None) -> float:
         """The tokens of a ticket that was served, as reported, or else as estimated."""

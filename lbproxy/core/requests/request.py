@@ -165,14 +165,9 @@ class DayUse(NamedTuple):
 
 def reported(usage: Usage) -> Counts:
     """What was reported, of a whole request."""
-    prompt, cached, completion, _, _ = usage
-    if prompt is None:
-        prompt = 0
-    if cached is None or cached < 0:
-        cached = 0
-    elif cached > prompt:
-        cached = prompt
-    return prompt - cached, cached, completion or 0, 0, 0
+    prompt = usage.prompt_tokens or 0
+    cached = min(max(0, usage.cached_tokens or 0), prompt)
+    return prompt - cached, cached, usage.completion_tokens or 0, 0, 0
 
 
 NO_USAGE: Final = Usage()

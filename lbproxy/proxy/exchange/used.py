@@ -19,13 +19,11 @@ from lbproxy.proxy.request.routes import Route
 def used_by_body(record: RequestRecord, ticket: Ticket, route: Route, head: ResponseHead, body: bytes) -> Usage | None:
     """Of a response that came complete. What was reported is noted in the record."""
     usage = read_usage(body, native=route.is_native) if is_json(head) else None
+    completion = None
     if usage is not None:
         usage = note_usage(record, ticket, usage)
-    if (
-        (usage is None or usage.completion_tokens is None)
-        and body
-        and _generates(route, head.status, head.content_type)
-    ):
+        completion = usage.completion_tokens
+    if completion is None and body and _generates(route, head.status, head.content_type):
         usage = estimated(usage, ceil(len(body) / (1.0 if head.encoded else bytes_per_token(ticket))))
     return usage
 
