@@ -67,10 +67,11 @@ class Outcome(Enum):
     INVALID_JSON = _bad("invalid_json", 400, "The request body is not valid JSON.")
     MISSING_MODEL = _bad("missing_model", 400, "The request names no model.")
     RESERVED_FIELD = _bad("reserved_field", 400, "The request body has a field that only lbproxy itself may set.")
+    # Claude Code says "Not logged in" in place of a message that has the name of the other header.
     UNAUTHORIZED = _bad(
         "invalid_api_key",
         401,
-        "A valid API key is required: `Authorization: Bearer KEY` or `x-api-key: KEY`.",
+        "A valid API key is required: `Authorization: Bearer KEY`, or the header that Anthropic's SDKs send.",
         close=True,
     )
     FORBIDDEN = _bad("forbidden", 403, "This is not allowed through the load balancer.")

@@ -26,7 +26,7 @@ each use another."""
 
 SEVERAL: Final = (
     "The request has several credentials that are not the same valid API key: send one, as `Authorization: Bearer KEY` "
-    "(an SDK's `api_key`) or as `x-api-key: KEY`."
+    "(an SDK's `api_key`), or as Anthropic's SDKs do."
 )
 
 
