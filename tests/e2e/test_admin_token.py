@@ -106,7 +106,7 @@ def test_without_a_folder_only_a_configured_token_changes_things(tmp_path: Path)
         assert httpx.get(f"{admin}/admin/state").json()["token_file"] is None
         done = command("drain", "gpu-1", "--force", "--admin", admin)
         assert (done.returncode, draining(admin)) == (1, [False])
-        assert "set state.file (its folder is used), admin.token, or make admin a Unix socket" in done.stderr
+        assert "or state.file (its folder is used), or admin.token, or make admin a Unix socket" in done.stderr
         assert command("admin-token", "--admin", admin).returncode == 1
         config.write_text(settings.replace("admin: 127.0.0.1:0", f"admin: {{host: 127.0.0.1, port: 0, token: {SET}}}"))
         process.process.send_signal(signal.SIGHUP)

@@ -238,13 +238,15 @@ def live_page(folder: Path) -> str:
     with mock("--model", "m", "--max-num-seqs", "1") as (_, url):
         endpoints = [f"'{url}'", "{url: 'http://127.0.0.1:9', name: dead, health: null}"]
         state = write_state(folder / "state")
-        more = f"traces: {{endpoint: 'http://127.0.0.1:9'}}\nstate: {{file: {state}, interval: 1s}}"
+        more = f"traces: {{endpoint: 'http://127.0.0.1:9'}}\nstate: {{file: {state}, interval: 1s}}\n"
+        more += "models: {big: {fallback: [m]}}"
         with lbproxy(folder, endpoints, more) as (process, listen, admin):
             process.wait_for("serves m")
             for _ in range(4):
                 body = {"model": "m", "prompt": "x", "max_tokens": 1}
                 assert httpx.post(f"{listen}/v1/completions", json=body).status_code == 200
                 assert httpx.get(f"{listen}/v1/files").status_code == 404
+            assert httpx.post(f"{listen}/v1/completions", json=body | {"model": "big"}).status_code == 200
             with ThreadPoolExecutor() as pool:  # more than it runs at once
                 for _ in range(4):
                     pool.submit(httpx.post, f"{listen}/v1/completions", json=body | {"max_tokens": 100}, timeout=60)

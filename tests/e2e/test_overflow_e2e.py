@@ -84,6 +84,8 @@ async def up(it: Pool) -> None:
             found = (await http.get(f"{it.admin}/admin/state")).json()["endpoints"]
             if all(one["health"] == "up" and one["models"] for one in found):
                 return
+            if any(one["health"] == "half_open" for one in found):
+                await it.ask(private=True)  # its trial
             await asyncio.sleep(0.05)
     raise AssertionError("not every endpoint came up")
 

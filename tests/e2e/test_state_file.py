@@ -165,7 +165,8 @@ def test_an_unusable_file_and_an_unwritable_one_end_nothing(tmp_path: Path) -> N
         with lbproxy(tmp_path, [url], nowhere) as (process, listen, admin):
             process.wait_for("cannot be written")
             ask(listen)
-            assert value(admin, 'lbproxy_state_writes_total{result="failed"}') > 0.0
+            failed = 'lbproxy_state_writes_total{result="failed"}'
+            run(until(lambda: value(admin, failed) > 0.0, "a write was tried"))
             assert process.stop() == 0
 
 
