@@ -183,6 +183,14 @@ FORMS = {
         "/v1/chat/completions", STREAM, stream([token("word" * 500)] * 6, stays=True, ends=False), leaves_after=12_000
     ),
     "sglang": Form("/generate", {"text": TEXT}, plain({"text": "usage", "meta_info": COUNTS | {"id": "usage"}})),
+    "vllm, tokens": Form(
+        "/inference/v1/generate", {"token_ids": [7] * PROMPT}, plain({"choices": [{"token_ids": []}], "usage": COUNTS})
+    ),
+    "vllm, tokens without usage": Form(
+        "/inference/v1/generate",
+        {"token_ids": [7] * PROMPT, "stream": True},
+        stream([event({"choices": [{"token_ids": [9]}]})] * WRITTEN),
+    ),
     "llama.cpp": Form(
         "/completion", {"prompt": TEXT}, plain({"tokens_predicted": WRITTEN, "tokens_evaluated": PROMPT})
     ),

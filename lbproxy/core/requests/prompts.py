@@ -186,6 +186,10 @@ def _generate(body: Mapping[str, object]) -> _Plan:
     return _texts(body.get("text") or body.get("input_ids"))
 
 
+def _tokens(body: Mapping[str, object]) -> _Plan:
+    return _texts(_listed(body.get("token_ids")))
+
+
 chat_prompt: Final = PromptFormat(_chat, _quick_chat)
 """/v1/chat/completions: `tools`, then each message's role, contents and tool calls, in order."""
 messages_prompt: Final = PromptFormat(_messages)
@@ -199,6 +203,8 @@ infill_prompt: Final = PromptFormat(_infill)
 """llama.cpp's /infill: the other files, then the text before the gap, then the text after it."""
 generate_prompt: Final = PromptFormat(_generate)
 """SGLang's /generate: `text` or `input_ids`, one or several."""
+tokens_prompt: Final = PromptFormat(_tokens)
+"""vLLM's /inference/v1/generate: `token_ids`."""
 
 
 # Parts of prompts

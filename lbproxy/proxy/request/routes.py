@@ -32,6 +32,7 @@ from lbproxy.core.requests.prompts import (
     infill_prompt,
     messages_prompt,
     responses_prompt,
+    tokens_prompt,
 )
 
 
@@ -112,6 +113,7 @@ _ROUTES = {
     "/v1/responses": Route("responses", Body.JSON, _PASSED_METHODS, flatten=responses_prompt, skips_preamble=True),
     "/v1/messages": Route("messages", Body.JSON, _PASSED_METHODS, flatten=messages_prompt, skips_preamble=True),
     "/generate": Route("generate", Body.JSON, _PASSED_METHODS, flatten=generate_prompt, is_native=True),
+    "/inference/v1/generate": Route("token_generate", Body.JSON, _POST, flatten=tokens_prompt),
     "/completion": Route("completion", Body.JSON, _PASSED_METHODS, flatten=completion_prompt, is_native=True),
     "/infill": Route("infill", Body.JSON, _PASSED_METHODS, flatten=infill_prompt, is_native=True),
     "/v1/realtime": Route("realtime", Body.BY_TYPE, _PASSED_METHODS),

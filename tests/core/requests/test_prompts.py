@@ -20,6 +20,7 @@ from lbproxy.core.requests.prompts import (
     infill_prompt,
     messages_prompt,
     responses_prompt,
+    tokens_prompt,
 )
 
 JSON = st.recursive(
@@ -278,6 +279,8 @@ def test_what_differs_between_calls_of_tools_matters() -> None:
 def test_servers_own_routes_are_read() -> None:
     assert generate_prompt({"text": "abc"}).text == b"abc"
     assert len(generate_prompt({"input_ids": list(range(10))}).text) == 40
+    assert tokens_prompt({"token_ids": [1, 2]}).text == generate_prompt({"input_ids": [1, 2]}).text
+    assert tokens_prompt({"token_ids": "abc"}).text == b""
     assert completion_prompt({"prompt": "abc", "n_predict": 3}).text == b"abc"
     infill = infill_prompt({"input_prefix": "def f(", "input_suffix": "return", "input_extra": [{"text": "x"}]}).text
     assert infill.index(b"def f(") < infill.index(b"return")

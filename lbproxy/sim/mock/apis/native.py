@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The own APIs of SGLang (/generate) and llama.cpp (/completion, /infill), as far as clients use them.
+"""The own APIs of SGLang (/generate), llama.cpp (/completion, /infill) and vLLM (/inference/v1/generate), as far as
+clients use them.
 
 SGLang's events repeat the text from the start, as SGLang does unless it is told otherwise; llama.cpp's are one token
 each, and its stream ends without `[DONE]`.
@@ -17,9 +18,22 @@ from lbproxy.sim.mock.apis.call import (
     Writer,
     at_least_one,
     prompts_in,
+    text_of_ids,
 )
-from lbproxy.sim.mock.apis.chat import DONE
-from lbproxy.sim.mock.apis.fields import Json, boolean, dump, integer, refused, shown, stops, text_of, typed
+from lbproxy.sim.mock.apis.chat import DONE, usage
+from lbproxy.sim.mock.apis.fields import (
+    Json,
+    boolean,
+    dump,
+    integer,
+    invalid,
+    refused,
+    required,
+    shown,
+    stops,
+    text_of,
+    typed,
+)
 from lbproxy.sim.mock.text import TOKEN_BYTES, to_token_ids
 
 SGLANG_TOKENS = 128
@@ -169,3 +183,57 @@ class LlamacppWriter(_EventWriter):
 
     def closing(self, choices: Sequence[PlannedChoice], cached_tokens: int) -> bytes:
         return b"data: " + dump(completed(self._identity, choices[0], cached_tokens, content="")) + b"\n\n"
+
+
+def parse_tokens(fields: Json) -> tuple[GenerationCall, bool]:
+    """A body of vLLM's /inference/v1/generate, and whether a stream ends with its usage."""
+    ids = required(fields, "token_ids")
+    if not isinstance(ids, list) or not ids:
+        raise invalid("list_type", "body.token_ids", "Input should be a valid list", shown(ids))
+    required(fields, "sampling_params")
+    options = typed(fields, "sampling_params", dict, "dictionary") or {}
+    n = integer(options, "n") or 1
+    if not 1 <= n <= MAX_SEQUENCES:
+        raise refused(f"n must be at least 1, and at most {MAX_SEQUENCES}.", "n", n)
+    call = GenerationCall(
+        model=text_of(fields, "model"),
+        prompts=(text_of_ids(ids, "token_ids"),),
+        max_tokens=at_least_one(integer(options, "max_tokens")),
+        n=n,
+        stop=stops(options),
+        ignore_eos=boolean(options, "ignore_eos"),
+        seed=integer(options, "seed"),
+        stream=boolean(fields, "stream"),
+    )
+    return call, boolean(typed(fields, "stream_options", dict, "dictionary") or {}, "include_usage")
+
+
+def tokens_body(identity: Identity, choices: Sequence[PlannedChoice], cached_tokens: int) -> bytes:
+    """The complete body of /inference/v1/generate."""
+    said = [_token_choice(index, choice, choice.answer.text, ended=True) for index, choice in enumerate(choices)]
+    used = usage(choices, len(choices), cached_tokens)
+    return dump({"request_id": identity.id, "choices": said, "usage": used, "prompt_logprobs": None})
+
+
+def _token_choice(index: int, choice: PlannedChoice, text: bytes, *, ended: bool) -> Json:
+    reason = choice.answer.finish_reason if ended else None
+    return {"index": index, "logprobs": None, "finish_reason": reason, "token_ids": to_token_ids(text)}
+
+
+class TokensWriter(_EventWriter):
+    """The server-sent events of /inference/v1/generate."""
+
+    def __init__(self, identity: Identity, *, include_usage: bool) -> None:
+        super().__init__(identity)
+        self._include_usage = include_usage
+
+    def _event(self, choices: list[Json], used: Json | None = None) -> bytes:
+        return b"data: " + dump({"request_id": self._identity.id, "choices": choices, "usage": used}) + b"\n\n"
+
+    def token(self, choice: PlannedChoice, index: int, position: int) -> bytes:
+        text = choice.answer.text[position * TOKEN_BYTES : (position + 1) * TOKEN_BYTES]
+        return self._event([_token_choice(index, choice, text, ended=choice.is_last(position))])
+
+    def closing(self, choices: Sequence[PlannedChoice], cached_tokens: int) -> bytes:
+        used = self._event([], usage(choices, len(choices), cached_tokens)) if self._include_usage else b""
+        return used + DONE

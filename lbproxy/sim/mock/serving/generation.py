@@ -33,6 +33,8 @@ class Generation:
             web.post("/v1/audio/translations", partial(self._transcribe, task="translate")),
             web.post("/v1/audio/speech", self._speak),
         ]
+        if self._desk.options.engine == "vllm":
+            routes.append(web.post("/inference/v1/generate", self._tokens))
         if self._desk.options.engine == "sglang":
             routes.append(web.post("/generate", self._sglang))
         if self._desk.options.engine == "llamacpp":
@@ -89,6 +91,13 @@ class Generation:
         identity = self._desk.identity(request, "", call.model)
         body = partial(native.generate_body, identity, several=several)
         return await self._desk.generate(request, fields, call, native.GenerateWriter(identity), body)
+
+    async def _tokens(self, request: web.Request) -> web.StreamResponse:
+        fields = await fields_of(request)
+        call, include_usage = native.parse_tokens(fields)
+        identity = self._desk.identity(request, "generate-tokens-", call.model)
+        writer = native.TokensWriter(identity, include_usage=include_usage)
+        return await self._desk.generate(request, fields, call, writer, partial(native.tokens_body, identity))
 
     async def _llamacpp(self, request: web.Request, infill: bool) -> web.StreamResponse:
         call = native.parse_llamacpp(await fields_of(request), infill=infill)

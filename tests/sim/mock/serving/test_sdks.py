@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Literal
@@ -328,7 +329,7 @@ def test_what_reads_and_does_not_write() -> None:
             pooled = (await raw.post("/pooling", json={"input": "a"})).json()
             assert len(pooled["data"][0]["data"]) == 16
             assert (await raw.post("/v1/moderations", json={"input": "a"})).status_code == 404
-            for path in ("/generate", "/completion"):
+            for path in ("/generate", "/completion", "/api/chat"):
                 assert (await raw.post(path, json={"text": "x"})).status_code == 404
 
     served(test)
@@ -361,6 +362,33 @@ def test_the_own_apis_of_sglang_and_llamacpp() -> None:
 
     served(sglang, engine="sglang")
     served(llamacpp, engine="llamacpp")
+
+
+def test_token_ids_in_and_token_ids_out() -> None:
+    """What a turn generated is cached for the next one, which has it as a part of its prompt."""
+
+    async def test(server: MockServer) -> None:
+        async with httpx.AsyncClient(base_url=server.url) as raw:
+            ids, options = list(range(1, 65)), {"max_tokens": 17, "ignore_eos": True}
+            body = {"model": "sim", "token_ids": ids, "sampling_params": options}
+            first = (await raw.post("/inference/v1/generate", json=body)).json()
+            (said,) = first["choices"]
+            assert (len(said["token_ids"]), said["finish_reason"]) == (17, "length")
+            assert first["usage"]["prompt_tokens"] == 64
+            more = {
+                "token_ids": [*ids, *said["token_ids"], 7],
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+            streamed = (await raw.post("/inference/v1/generate", json=body | more)).text
+            *events, used, done = [one.removeprefix("data: ") for one in streamed.strip().split("\n\n")]
+            assert (len(events), done) == (17, "[DONE]")
+            assert json.loads(used)["usage"]["prompt_tokens_details"] == {"cached_tokens": 80}
+            wrongs: list[dict[str, object]] = [{"token_ids": []}, {"token_ids": ["a"]}, {"sampling_params": None}]
+            for wrong in wrongs:
+                assert (await raw.post("/inference/v1/generate", json=body | wrong)).status_code == 400
+
+    served(test)
 
 
 def test_clients_that_leave_a_stream_abort_their_work_on_each_api() -> None:
