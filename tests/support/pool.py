@@ -115,8 +115,8 @@ def taken(balancer: Balancer) -> list[Transition]:
 
 
 def seen(balancer: Balancer, now: float = 0.0) -> dict[str, EndpointSnapshot]:
-    """The snapshot's endpoints by name."""
-    return {one.endpoint.name: one for one in balancer.snapshot(now=now).endpoints}
+    """The snapshot's endpoints by name; of one that leaves, the member that has its name, if any does."""
+    return {one.endpoint.name: one for one in reversed(balancer.snapshot(now=now).endpoints)}
 
 
 def believed_size(balancer: Balancer, endpoint: Endpoint) -> float | None:
