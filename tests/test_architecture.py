@@ -93,7 +93,7 @@ MAX_ATTRIBUTES = 15
 LARGE = {
     # plain facts, of which most things need a few
     "Placement": 21,
-    "RequestFields": 25,
+    "RequestFields": 26,
     "RequestRecord": 43,
     # to be parted
     "Balancer": 18,

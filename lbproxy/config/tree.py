@@ -18,7 +18,7 @@ from lbproxy.config.balancing import BalancingSettings
 from lbproxy.config.publishers import Publisher, overlap, read_publisher
 from lbproxy.config.section import Section
 from lbproxy.config.sections.access import AdminSettings, AuthSettings, ListenSettings
-from lbproxy.config.sections.clients import Address, LimitSettings, TimeoutSettings
+from lbproxy.config.sections.clients import MAX_PATHS, Address, LimitSettings, TimeoutSettings, path_pattern
 from lbproxy.config.sections.cors import CorsSettings
 from lbproxy.config.sections.endpoints import DnsSettings, EndpointSettings, ScrapeSettings
 from lbproxy.config.sections.engines import MAX_ENGINES, EngineSettings, check_engine_names, check_own_engines
@@ -118,6 +118,8 @@ class Settings(Section):
     """Who may send requests."""
     cors: CorsSettings = CorsSettings()
     """Web pages of other origins that may call lbproxy from a browser."""
+    inference_paths: tuple[str, ...] = Field(default=(), json_schema_extra={"maxItems": MAX_PATHS})
+    """Further paths of inference, such as `/predict` and `/v2/models/{model}/*`: docs/routing.md."""
     lora_management: bool = False
     """Every client may load and unload LoRA adapters, on every endpoint of the base model."""
     drain: DrainSettings = DrainSettings()
@@ -189,6 +191,15 @@ class Settings(Section):
     @classmethod
     def _lead_to_models(cls, value: dict[str, ModelSettings]) -> dict[str, ModelSettings]:
         return check_models(value)
+
+    @field_validator("inference_paths", mode="after")
+    @classmethod
+    def _are_paths(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if len(value) > MAX_PATHS:
+            raise expected(f"at most {MAX_PATHS} paths")
+        for one in value:
+            path_pattern(one)
+        return value
 
     @field_validator("endpoints", mode="before")
     @classmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
+from functools import lru_cache
 from typing import Annotated, TypeAlias
 
 from pydantic import ValidationInfo, field_validator, model_validator
@@ -99,6 +100,37 @@ def leads_to(authority: str, address: Address) -> bool:
         return False
     # A wildcard takes whatever this machine is called; of those names only these are known without resolving.
     return host == address.host or (host in ("127.0.0.1", "::1", "localhost") and hosts_overlap(host, address.host))
+
+
+MAX_PATHS = 64
+KNOWN_PATHS = (
+    *("/health", "/v1/models", "/v1/chat/completions", "/generate", "/completion", "/infill", "/inference/v1/generate"),
+    *("/tokenize", "/detokenize", "/rerank", "/v2/rerank", "/score", "/pooling", "/classify"),
+)
+"""What no path of one's own may match: all outside /v1/ that `proxy.request.routes` knows (a test holds the two
+together: config may not import proxy)."""
+_MODEL = "{model}"
+_LITERAL = re.compile(r"[A-Za-z0-9._~:@!$&'()+,=-]+")
+_SEGMENT = r"[^/%;?#\\]+"
+"""Neither escapes nor parameters, which servers read in different ways."""
+
+
+@lru_cache(maxsize=MAX_PATHS)
+def path_pattern(text: str) -> re.Pattern[str]:
+    """What matches the request targets that a path of `inference_paths` means, with a group `model` if that is in them.
+    Raises PydanticCustomError.
+    """
+    first, *more = text.removeprefix("/").split("/")
+    rest = more[:-1] if more and more[-1] == "*" else more
+    is_path = text.startswith("/") and _LITERAL.fullmatch(first) is not None and len(text) <= 1024
+    if not is_path or rest.count(_MODEL) > 1 or not all(one == _MODEL or _LITERAL.fullmatch(one) for one in rest):
+        raise expected("a path, such as /predict or /v2/models/{model}/*")
+    parts = [rf"(?P<model>{_SEGMENT})" if one == _MODEL else re.escape(one) for one in (first, *rest)]
+    many = rf"(?:/{_SEGMENT})+" if len(rest) < len(more) else ""
+    pattern = rf"/{'/'.join(parts)}{many}/?(?:\?.*)?"
+    if first.lower() == "v1" or any(re.fullmatch(pattern, known, re.IGNORECASE) for known in KNOWN_PATHS):
+        raise expected("a path that lbproxy does not know by itself")
+    return re.compile(pattern)
 
 
 class TimeoutSettings(Section):

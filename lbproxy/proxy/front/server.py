@@ -334,7 +334,8 @@ class FrontEnd(web.Server):
         if requests.keys is not None and record.path != HEALTH_PATH:  # before anything is sent or read
             record.key, credentials = requests.keys.name_of(credentials), b""
         settings = turn.settings
-        route = find_route(request.method, record.path, lora_management=settings.lora_management)
+        allowed, paths = settings.lora_management, settings.inference_paths
+        route = find_route(request.method, record.path, lora_management=allowed, inference_paths=paths)
         if route.ours and route is not ADAPTERS and request.method != "OPTIONS":
             record.route = route.name
             self._respond(route, turn, fields)

@@ -58,6 +58,7 @@ SWITCHES: Final = frozenset({"websocket", "tcp"})
 CHECKED: Final = {
     b"x-lbproxy-tier": (re.compile(rb"[1-9]"), "a number from 1 to 9"),
     b"x-lbproxy-fallback": (re.compile(rb"[01]"), "0 or 1"),
+    b"x-lbproxy-model": (re.compile(rb"[!-~](?:[ -~]{0,254}[!-~])?"), "a name of 1 to 256 printable ASCII characters"),
     b"x-lbproxy-keepalive": (
         re.compile(rb"0|[1-9][0-9]?|[1-5][0-9]{2}|600"),
         "0, or a number of seconds from 1 to 600",
@@ -166,6 +167,8 @@ class RequestFields:
     """x-lbproxy-explain: the client asks for an explanation of the routing decision."""
     fallback: bool | None = None
     """x-lbproxy-fallback: whether another model may serve the request; None: as the settings say."""
+    model: str | None = None
+    """x-lbproxy-model: the model, on a path of `inference_paths` where the server reads none."""
 
     def read_hint(self, key: bytes, value: bytes) -> None:
         """Read a field of `HINTS`; `key` in lower case. Raises LbError for one of `CHECKED` that cannot be meant."""
@@ -199,6 +202,8 @@ class RequestFields:
             self.max_tier = min(int(value), self.max_tier or int(value))
         elif key == b"x-lbproxy-fallback":
             self.fallback = value == b"1"
+        elif key == b"x-lbproxy-model":
+            self.model = value.decode("ascii")
         else:
             self.keepalive_s = float(value)
 

@@ -38,14 +38,17 @@ from lbproxy.proxy.request.headers import MAX_SESSION_BYTES, RequestFields
 from lbproxy.proxy.request.legs import is_splittable, refuse_own_fields
 from lbproxy.proxy.request.own_responses import model_not_found
 from lbproxy.proxy.request.routes import (
+    CUSTOM,
     JSON_BODY,
     OTHER,
     Form,
     form_of,
     is_of_any_model,
     is_opaque,
+    path_model,
     reads_json,
     stored_response,
+    with_path_model,
 )
 
 Large: TypeAlias = LargeJson | FormWalk
@@ -69,6 +72,8 @@ _REFERENCES: Final = frozenset({b'file_id"', b'_ids"'})
 """What names objects in a request of inference."""
 _CREATES: Final = frozenset({"POST", "PATCH"})
 _ANY_MODEL: Final = "Batches and servers' own paths of models are not for clients with models of their own."
+_UNNAMED: Final = CUSTOM._replace(is_inference=False)
+"""Reads a body as it is."""
 SERVED_S: Final = 1.0
 """How long the set of served models is reused: asking all endpoints takes a while."""
 
@@ -170,7 +175,7 @@ class RequestReader:
         alone: the client is not told, by words or time, which others there are.
         """
         body, kind = request.body, request.fields.content_type
-        if is_of_any_model(request.target):
+        if is_of_any_model(request.target) and path_model(request.route, request.target) is None:
             raise LbError(Outcome.FORBIDDEN, _ANY_MODEL)
         if has_json(request):
             _refuse_two_models(request)
@@ -358,6 +363,8 @@ class RequestReader:
         """The same for a WebSocket, whose model is in the query. It is not recorded as a stream: its first message does
         not show how soon a prompt is processed.
         """
+        if request.route.pattern is not None:
+            raise LbError(Outcome.BAD_REQUEST, "No WebSocket is opened on this path.")
         named = query_model(request.target)
         model = named
         allowed = self.allowed(request.fields, record) if self._bounds_models else ()
@@ -383,6 +390,8 @@ class RequestReader:
         self, request: ClientRequest, large: Large | None, allowed: tuple[Allowed, ...]
     ) -> tuple[BodyFacts, ClientRequest]:
         """The same, with the name that the client used; if it used none, the only one that is served and `allowed`."""
+        if request.route.pattern is not None:
+            return self._read_custom(request, large, allowed)
         body = request.body
         is_inference = request.route.is_inference
         if has_json(request):
@@ -404,6 +413,23 @@ class RequestReader:
             return BodyFacts(None), request
         named = query_model(request.target)  # what is neither JSON nor a form has no other place for it
         return BodyFacts(self._only_model(named, allowed)), request
+
+    def _read_custom(
+        self, request: ClientRequest, large: Large | None, allowed: tuple[Allowed, ...]
+    ) -> tuple[BodyFacts, ClientRequest]:
+        """The same on a path of `inference_paths`: where its server reads no model, none is put in."""
+        route, said = request.route, request.fields.model
+        facts, read = self._read(request._replace(route=_UNNAMED), large, allowed)
+        in_path = path_model(route, request.target)
+        named = in_path or facts.model
+        if named is not None and said not in {None, named}:
+            raise LbError(Outcome.BAD_REQUEST, "x-lbproxy-model is another model than the one that the request names.")
+        model = named or said
+        if model is None and request.method == "POST":
+            model = self._only_model(None, allowed)
+        if in_path is not None or facts.model is None:
+            read = read._replace(naming=Naming(()))
+        return facts._replace(model=model), read._replace(route=route)
 
     def _served_now(self) -> frozenset[str]:
         """The models of endpoints that are up, as of the last second."""
@@ -441,6 +467,8 @@ def as_named_by(endpoint: Endpoint, request: ClientRequest) -> ClientRequest:
         return request
     if request.fields.upgrade:
         return request._replace(target=with_query_model(request.target, model))
+    if path_model(request.route, request.target) is not None:
+        return request._replace(target=with_path_model(request.route, request.target, model))
     body = request.body
     pieces = _naming_of(request).named(body, model)
     if len(body) > PARSE_AT_ONCE_BYTES:

@@ -18,11 +18,13 @@ The JSON itself is read by `core.requests.openai.read_json_body`, a form by `cor
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from enum import Enum
 from functools import lru_cache
 from typing import Final, NamedTuple
-from urllib.parse import unquote_to_bytes
+from urllib.parse import quote, unquote_to_bytes
 
+from lbproxy.config.sections.clients import path_pattern
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.prompts import (
     PromptFormat,
@@ -84,6 +86,8 @@ class Route(NamedTuple):
     as they change nothing. For other routes neither is known: files and batches, or the cancelling of a response."""
     is_native: bool = False
     """An engine's own API: usage is reported in its own way."""
+    pattern: re.Pattern[str] | None = None
+    """Of `inference_paths`: matches the request target."""
 
 
 _PASSED_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -98,6 +102,8 @@ OTHER: Final = "other"
 _OTHER = Route(OTHER, Body.BY_TYPE, _PASSED_METHODS, is_inference=False)
 _INFERENCE = _OTHER._replace(body=Body.JSON, is_inference=True)
 _UPLOAD = _INFERENCE._replace(body=Body.BY_TYPE)
+CUSTOM = Route("custom", Body.BY_TYPE, frozenset({"GET", "HEAD", "POST", "OPTIONS"}))
+"""A path of `inference_paths`."""
 ADAPTERS = Route("adapters", Body.JSON, frozenset({"POST"}), ours=True)
 """lbproxy makes these calls at every endpoint of a base model, if the settings allow it: see
 proxy/exchange/adapter_calls.py."""
@@ -142,17 +148,20 @@ _OF_IDS: Final = re.compile(r"/v1/(?:responses|chat/completions|models)/")
 """Paths that are about something with an id."""
 
 
-def find_route(method: str, path: str, *, lora_management: bool = False) -> Route:
-    """Find the route of a request. `path` begins with a slash and has no query; `lora_management` as configured.
+def find_route(method: str, path: str, *, lora_management: bool = False, inference_paths: Sequence[str] = ()) -> Route:
+    """Find the route of a request. `path` begins with a slash and has no query; the others as configured.
 
     Raises LbError BAD_REQUEST, UNKNOWN_URL, FORBIDDEN or METHOD_NOT_ALLOWED.
     """
     if method == "CONNECT":
         raise LbError(Outcome.BAD_REQUEST, "This is not a forward proxy.")
     served = served_path(path)
-    if served is None or not (path.startswith("/v1/") or served in _ROUTES):
+    if served is None:
         raise LbError(Outcome.UNKNOWN_URL)
     route = _ROUTES.get(served)
+    if route is None and not path.startswith("/v1/"):
+        route = _custom_route(path, inference_paths)
+        served = path
     if served in _LORA_PATHS:
         if not lora_management or path != served:
             raise LbError(Outcome.FORBIDDEN, "Adapters cannot be loaded or unloaded through the load balancer.")
@@ -169,8 +178,29 @@ def find_route(method: str, path: str, *, lora_management: bool = False) -> Rout
     return route
 
 
+def _custom_route(path: str, inference_paths: Sequence[str]) -> Route:
+    for pattern in map(path_pattern, inference_paths):
+        if pattern.fullmatch(path) is not None:
+            return CUSTOM._replace(pattern=pattern)
+    raise LbError(Outcome.UNKNOWN_URL)
+
+
 def _ambiguous(served: str) -> LbError:
     return LbError(Outcome.BAD_REQUEST, f"Servers read this path in different ways. Write {served} instead.")
+
+
+def path_model(route: Route, target: str) -> str | None:
+    """The model that servers read in the path of a request target; None: they read none there."""
+    found = None if route.pattern is None else route.pattern.fullmatch(target)
+    return None if found is None else found.groupdict().get("model")
+
+
+def with_path_model(route: Route, target: str, model: str) -> str:
+    """The request target with this model in its path."""
+    found = None if route.pattern is None else route.pattern.fullmatch(target)
+    assert found is not None, "its path has a model"
+    start, end = found.span("model")
+    return target[:start] + quote(model, safe=":@") + target[end:]
 
 
 def may_generate(method: str, path: str) -> bool:
