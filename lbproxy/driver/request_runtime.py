@@ -15,6 +15,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
 from lbproxy.core.endpoints.health import Health
@@ -118,6 +119,16 @@ class RequestRuntime(ABC):
     def any_up(self) -> bool:
         """Whether an endpoint takes requests, or may be woken for them."""
         return bool(self.serving.candidates(None) or self.serving.dormant)
+
+    def takes_longer(self, ticket: Ticket) -> bool:
+        """Whether another endpoint is known to take longer prompts than the one at which a request is placed."""
+        request, state = ticket.request, ticket.placed_state
+        limit = state.prompt_limit(request)
+        if limit is None or (request.response_id is not None and self.stored(request.response_id) is not None):
+            return False
+        tried = {state.endpoint.uid, *ticket.avoid}
+        others = chain.from_iterable(self.serving.by_tier(request.model, request.max_tier))
+        return any((one.prompt_limit(request) or 0) > limit for one in others if one.endpoint.uid not in tried)
 
     @abstractmethod
     def members(self) -> Iterable[EndpointState]:

@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf
 from typing import Any, Final, Protocol
 
+import msgspec
+
 from lbproxy.config.tree import Settings
 from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.endpoints.health import Health
@@ -431,7 +433,7 @@ class RemoteRuntime(RequestRuntime):
 
     def _on_models(self, message: m.Models) -> None:
         cards = message.cards
-        read = None if cards is None else [ModelCard(one.id, one.raw, one.parent) for one in cards]
+        read = None if cards is None else [ModelCard(*msgspec.structs.astuple(one)) for one in cards]
         self.known.list_models(message.uids, read, gone=message.gone, adds=message.adds, more=message.more)
 
     def _on_remember(self, message: m.Remember) -> None:

@@ -26,7 +26,7 @@ from lbproxy.config.shown import without_values
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.engines.server_info import SERVER_INFO, Description, engine_of, read_description
-from lbproxy.core.requests.openai import ModelCard, read_model_list
+from lbproxy.core.requests.openai import ModelCard, read_model_list, with_longest_prompt
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.driver.runtime import Runtime
 from lbproxy.net.connections.fetch import Response, fetch
@@ -153,6 +153,10 @@ class Prober:
         self._rng = rng
         self._doubted = asyncio.Event()
         self._models_due_at = self._description_due_at = float("-inf")
+        self._listed: list[ModelCard] | None = None
+        """What it listed last; None: it has no list."""
+        self._prompt_tokens: int | None = None
+        """The longest prompt that it takes, of whatever model, as it describes itself."""
         self._owner: str | None = None
         """The engine, by the models that it listed last."""
         self._logged: frozenset[str] | None = None
@@ -237,8 +241,15 @@ class Prober:
         if answer.refused and self._logged:
             return  # of a key that was valid: it does not say that it has no list
         self._owner = None if answer.cards is None else engine_of(answer.cards)
-        self._runtime.report_models(self._endpoint.uid, answer.cards)
+        self._listed = answer.cards
+        self._report_models()
         self._log_change(answer)
+
+    def _report_models(self) -> None:
+        cards, most = self._listed, self._prompt_tokens
+        if cards is not None and most is not None:
+            cards = [with_longest_prompt(one, most) for one in cards]
+        self._runtime.report_models(self._endpoint.uid, cards)
 
     def _engine(self) -> str | None:
         return self_describing(self._endpoint, self._owner)
@@ -252,6 +263,9 @@ class Prober:
         self._description_due_at = self._runtime.now() + self._jittered(self._settings.models_interval)
         if said is not None:
             self._runtime.report_description(self._endpoint.uid, said)
+            if said.prompt_tokens != self._prompt_tokens:
+                self._prompt_tokens = said.prompt_tokens
+                self._report_models()
 
     def _log_change(self, answer: ModelsAnswer) -> None:
         models = None if answer.cards is None else frozenset(card.id for card in answer.cards)

@@ -51,6 +51,7 @@ from lbproxy.core.engines.orca import LoadReport
 from lbproxy.core.knowledge.pool_model import PoolModel
 from lbproxy.core.knowledge.pools import Pools
 from lbproxy.core.requests.openai import ModelCard, kept_cards
+from lbproxy.core.requests.request import BYTES_PER_TOKEN, InferenceRequest
 from lbproxy.core.saved.pieces import Learned
 from lbproxy.core.saved.reading import Saved
 from lbproxy.core.saved.restoring import Restoring
@@ -276,6 +277,10 @@ class EndpointSet:
             self._leaving.remove(state)
 
     # Candidates
+
+    def prompt_tokens(self, request: InferenceRequest) -> float:
+        """The tokens of a request's prompt, by what was learned of texts, if anything is."""
+        return request.prompt_bytes / BYTES_PER_TOKEN if self._pool is None else self._pool.prompt_tokens(request)
 
     def candidates(self, model: str | None, *, now: float) -> Sequence[EndpointState]:
         """The endpoints that may be asked for `model` (None: any model). Usually O(1).

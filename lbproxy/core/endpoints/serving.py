@@ -128,6 +128,8 @@ class Serving:
         """Changes whenever `candidates` may change."""
         self.adapters: set[str] = set()
         """The models that a member lists as an adapter. `PoolModel` refers to this same set."""
+        self.shortest_context = self._longest_context = 0
+        """The context lengths that any endpoint ever listed are between these; 0: none."""
         self._ever_listed: set[str] = set()
         """The models that any endpoint ever listed, the first `MAX_EVER_LISTED`."""
         self.down: set[EndpointUid] = set()
@@ -245,6 +247,9 @@ class Serving:
                 if card.parent is not None:
                     group.adapters += 1
                     self.adapters.add(model)
+                if (length := card.context_tokens) is not None:
+                    self.shortest_context = min(self.shortest_context or length, length)
+                    self._longest_context = max(self._longest_context, length)
                 groups.append(group)
         for group in groups:
             group.entries[uid] = entry
@@ -335,17 +340,20 @@ class Serving:
         return min((float(state.endpoint.tier) for state in self.dormant.serving(model)), default=inf)
 
     def model_cards(self) -> list[ModelCard]:
-        """The models of the members and of dormant ones, one card per model: that of the first member. O(models) if all
-        serve the same, else O(members x models).
+        """The models of the members and of dormant ones, one card per model: that of the first member with the longest
+        context. O(models) if all serve the same, else O(members x models).
         """
         cards: dict[str, ModelCard] = {}
         dormant = self.dormant
+        is_same = len(self.tiers) == 1 and not dormant and self.shortest_context == self._longest_context
         for uid, entry in self._entries.items():
-            if len(cards) == len(self._first.by_model) and len(self.tiers) == 1 and not dormant:
+            if is_same and len(cards) == len(self._first.by_model):
                 break
             if entry.groups or uid in dormant:
                 for card in (entry.state.models or {}).values():
-                    cards.setdefault(card.id, card)
+                    first = cards.setdefault(card.id, card)
+                    if (card.context_tokens or 0) > (first.context_tokens or 0):
+                        cards[card.id] = card
         return list(cards.values())
 
     def base_models(self) -> list[str]:

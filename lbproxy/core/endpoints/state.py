@@ -18,7 +18,9 @@ from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.engines.orca import LoadReport
 from lbproxy.core.knowledge.load_model import LoadModel
 from lbproxy.core.knowledge.pool_model import PoolModel
+from lbproxy.core.requests.context_length import prompt_limit
 from lbproxy.core.requests.openai import ModelCard, synthetic_card
+from lbproxy.core.requests.request import InferenceRequest
 
 WHOLE_SERVER: Final = Handover()
 NO_METRICS: Final = LoadMetrics(scraped_at=-inf)
@@ -163,6 +165,15 @@ class EndpointState:
         self.held_back: dict[str, HeldBack] = {}
         """By `engine_model`. Written by `core.endpoints.backpressure`; cleared where what it refused counts no more."""
 
+    def prompt_limit(self, request: InferenceRequest) -> int | None:
+        """The longest prompt that it takes with the response that a request may have, in tokens; None: not known."""
+        cards, model = self.models, request.model
+        if not cards or model is None or (card := cards.get(model)) is None:
+            return None
+        if card.context_tokens is None and card.parent is not None:
+            card = cards.get(card.parent)
+        return prompt_limit(card, request.max_tokens)
+
     def engine_model(self, model: str | None) -> str:
         """The model that is behind a name here: of an adapter its base, which the same engine serves."""
         card = None if self.models is None or model is None else self.models.get(model)
@@ -245,9 +256,9 @@ def assign_roles(states: Iterable[EndpointState]) -> bool:
     return found
 
 
-def served_by(models: dict[str, ModelCard] | None) -> dict[str, str | None] | None:
+def served_by(models: dict[str, ModelCard] | None) -> dict[str, tuple[str | None, int | None]] | None:
     """The part of an endpoint's model list that placing depends on."""
-    return None if models is None else {card.id: card.parent for card in models.values()}
+    return None if models is None else {card.id: (card.parent, card.context_tokens) for card in models.values()}
 
 
 def configured_models(spec: EndpointSpec) -> dict[str, ModelCard] | None:

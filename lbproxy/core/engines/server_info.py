@@ -33,6 +33,8 @@ class Description(NamedTuple):
     """How many requests all engines behind the address run at once, in total."""
     handover: Handover | None = None
     """Its part where prefill and decode are apart."""
+    prompt_tokens: int | None = None
+    """The longest prompt that it takes."""
 
 
 class ServerInfo(NamedTuple):
@@ -50,6 +52,8 @@ class ServerInfo(NamedTuple):
     """See `Description`."""
     handover: Callable[[Mapping[str, object]], Handover | None] = lambda _: None
     """From the page to `Description.handover`."""
+    prompt_tokens: Callable[[Mapping[str, object]], int | None] = lambda _: None
+    """From the page to `Description.prompt_tokens`."""
 
 
 def _sglang(page: Mapping[str, object]) -> int | None:
@@ -95,8 +99,12 @@ def _llama_cpp(page: Mapping[str, object]) -> int | None:
     It is used all the same, as an upper bound: without it 2 million would be assumed, and too high costs far less than
     too low.
     """
+    return _product(page.get("total_slots"), _llama_cpp_context(page))
+
+
+def _llama_cpp_context(page: Mapping[str, object]) -> int | None:
     settings = page.get("default_generation_settings")
-    return _product(page.get("total_slots"), settings.get("n_ctx") if isinstance(settings, dict) else None)
+    return _number(settings.get("n_ctx")) if isinstance(settings, dict) else None
 
 
 SERVER_INFO: Mapping[str, ServerInfo] = {
@@ -104,7 +112,14 @@ SERVER_INFO: Mapping[str, ServerInfo] = {
     "sglang": ServerInfo(
         ("/server_info", "/get_server_info"), _sglang, _sglang_slots, "--enable-metrics", handover=_sglang_handover
     ),
-    "llamacpp": ServerInfo(("/props",), _llama_cpp, _llama_cpp_slots, "--metrics", is_upper_bound=True),
+    "llamacpp": ServerInfo(
+        ("/props",),
+        _llama_cpp,
+        _llama_cpp_slots,
+        "--metrics",
+        is_upper_bound=True,
+        prompt_tokens=_llama_cpp_context,
+    ),
 }
 """By the name in the settings and in the engine's own model cards (`owned_by`)."""
 
@@ -120,10 +135,9 @@ def read_description(engine: str, page: bytes) -> Description | None:
     if not isinstance(fields, dict):
         return None
     info = SERVER_INFO[engine]
-    description = Description(info.tokens(fields), info.is_upper_bound, info.slots(fields), info.handover(fields))
-    return (
-        None if description[0] is None and description.slots is None and description.handover is None else description
-    )
+    rest = info.slots(fields), info.handover(fields), info.prompt_tokens(fields)
+    description = Description(info.tokens(fields), info.is_upper_bound, *rest)
+    return None if description == Description(None, info.is_upper_bound, None) else description
 
 
 def engine_of(cards: Sequence[ModelCard]) -> str | None:

@@ -2,14 +2,15 @@
 """Who may be asked: the endpoints that a request may go to, before any price.
 
 An endpoint may be asked if it serves the model, is up (if none is: unreachable), has not failed the request yet, is not
-above its `max_tier`, takes it by its role, and has the stored response that the request refers to. Whether it may get
-one more request now is a second question: its own limits and those of all say so (`below_limit`, `opens_in_s`). Nothing
-changes here.
+above its `max_tier`, takes it by its role, takes prompts as long as its, if any does, and has the stored response that
+the request refers to. Whether it may get one more request now is a second question: its own limits and those of all say
+so (`below_limit`, `opens_in_s`). Nothing changes here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from math import inf
 
 from lbproxy.core.capacity.allowance import Claim
 from lbproxy.core.endpoints.endpoint import EndpointUid
@@ -20,6 +21,7 @@ from lbproxy.core.policies.split import Split
 from lbproxy.core.queue.limits import Limits
 from lbproxy.core.queue.stored_responses import StoredResponses
 from lbproxy.core.queue.ticket import Ticket, Wait
+from lbproxy.core.requests.context_length import MARGIN
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest
 
@@ -55,6 +57,8 @@ class Candidates:
         if (uid := self.response_owner(ticket.request, now)) is not None:
             return self._owner(ticket, uid)
         up = self._endpoints.candidates(model, now=now)
+        if self.is_long(ticket.request):
+            (up,) = self._long_enough(ticket.request, [up])
         members = self._usable(ticket, up)
         if not members and trials and not self._endpoints.any_starting():
             members = self._usable(ticket, [*up, *self._endpoints.trials(model, now=now)])  # one of a pair may be up
@@ -68,7 +72,9 @@ class Candidates:
         if (uid := self.response_owner(request, now)) is not None:
             found = [self._owner(ticket, uid)]
         else:
-            up = endpoints.by_tier(request.model, request.max_tier, now=now)
+            up: Sequence[Sequence[EndpointState]] = endpoints.by_tier(request.model, request.max_tier, now=now)
+            if self.is_long(request):
+                up = self._long_enough(request, up)
             found = [self._usable(ticket, members) for members in up]
             if not any(found) and trials and not endpoints.any_starting():
                 down = [
@@ -96,6 +102,39 @@ class Candidates:
         if owner is None or owner.health in {Health.DOWN, Health.EJECTED} or owner.dormant or uid in ticket.avoid:
             return []
         return [owner] if owner.endpoint.tier <= ticket.request.max_tier else []
+
+    def is_long(self, request: InferenceRequest) -> bool:
+        """Whether the request may be too long for an endpoint."""
+        shortest = self._endpoints.serving.shortest_context
+        return shortest > 0 and self._expected_tokens(request) + (request.max_tokens or 0) > shortest
+
+    def too_long_for(self, request: InferenceRequest, now: float) -> list[EndpointState]:
+        """The endpoints that get no such request, as it is too long and others take longer ones."""
+        if not self.is_long(request):
+            return []
+        members = self._endpoints.candidates(request.model, now=now)
+        (fit,) = self._long_enough(request, [members])
+        return [state for state in members if state not in fit]
+
+    def _long_enough(
+        self, request: InferenceRequest, tiers: Sequence[Sequence[EndpointState]]
+    ) -> list[Sequence[EndpointState]]:
+        """Those of each tier for which the request is not too long; if it is for all, those with the longest context:
+        only an endpoint refuses a prompt. One whose context is not known is long enough.
+        """
+        limits = [[state.prompt_limit(request) for state in members] for members in tiers]
+        longest = max((inf if limit is None else limit for each in limits for limit in each), default=inf)
+        tokens = min(self._expected_tokens(request), longest)
+        return [
+            [state for state, limit in zip(members, each, strict=True) if limit is None or limit >= tokens]
+            for members, each in zip(tiers, limits, strict=True)
+        ]
+
+    def _expected_tokens(self, request: InferenceRequest) -> float:
+        """The tokens that its prompt may well have."""
+        if request.least_tokens:
+            return max(0, request.least_tokens)
+        return self._endpoints.prompt_tokens(request) * MARGIN if request.prompt_bytes else 0.0
 
     def _usable(self, ticket: Ticket, members: Sequence[EndpointState]) -> Sequence[EndpointState]:
         """Those of `members` that did not fail the request yet, and take it by their role."""

@@ -295,6 +295,9 @@ class Choice:
             left_out = ((state.endpoint, asked.excluded_by(state, ticket.request.model, now)) for state in members)
             excluded = [(endpoint, why) for endpoint, why in left_out if why is not None][:MAX_SHOWN]
             made.excluded = excluded
+        if made is not None and (short := asked.too_long_for(ticket.request, now)):
+            excluded = [*made.excluded, *((state.endpoint, "context too short") for state in short)]
+            made.excluded = excluded[:MAX_SHOWN]
         return answer
 
     def _with_slow_start(

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final, cast
 
-import orjson
 import xxhash
 
 from lbproxy.config.sections.models import NO_SETTINGS, ModelSettings
@@ -180,7 +179,7 @@ def _card(name: str, behind: Sequence[ModelCard]) -> ModelCard:
     take.
     """
     fields: dict[str, object] = {"root": behind[0].id} if len(behind) == 1 else {}
-    lengths = [orjson.loads(card.raw).get("max_model_len") for card in behind]
-    if all(isinstance(length, int) for length in lengths):
+    lengths = [card.context_tokens for card in behind if card.context_tokens is not None]
+    if len(lengths) == len(behind):
         fields["max_model_len"] = min(lengths)
     return synthetic_card(name, **fields)

@@ -49,6 +49,10 @@ class ModelCard:
     """The entry's JSON as the endpoint sent it, with all of its fields."""
     parent: str | None = None
     """The base model, if this entry is a LoRA adapter."""
+    context_tokens: int | None = None
+    """The longest prompt and response together; None: not known."""
+    context_is_of_prompt: bool = False
+    """`context_tokens` is for the prompt alone: a response that reaches it just ends."""
 
 
 class BodyFacts(NamedTuple):
@@ -269,7 +273,15 @@ def _model_card(entry: object) -> ModelCard | None:
         return None
     if len(raw) > MAX_CARD_BYTES:
         raw = synthetic_card(fields["id"], **({} if parent is None else {"parent": parent})).raw
-    return ModelCard(fields["id"], raw, parent)
+    length = fields.get("max_model_len")
+    is_length = type(length) is int and 0 < length < MAX_TOKENS
+    return ModelCard(fields["id"], raw, parent, length if is_length else None)
+
+
+def with_longest_prompt(card: ModelCard, tokens: int) -> ModelCard:
+    """The card of a model that takes prompts up to so many tokens, which the engine says elsewhere."""
+    raw = orjson.dumps(orjson.loads(card.raw) | {"max_model_len": tokens})
+    return ModelCard(card.id, raw, card.parent, tokens, True)
 
 
 def kept_cards(before: dict[str, ModelCard] | None, cards: Iterable[ModelCard]) -> dict[str, ModelCard]:
@@ -286,7 +298,7 @@ def kept_cards(before: dict[str, ModelCard] | None, cards: Iterable[ModelCard]) 
 
 
 def _says_same(one: ModelCard, other: ModelCard) -> bool:
-    if one.parent != other.parent or len(one.raw) != len(other.raw):
+    if (one.parent, one.context_tokens) != (other.parent, other.context_tokens) or len(one.raw) != len(other.raw):
         return False
     return one.raw == other.raw or _ASKED.sub(b"", one.raw) == _ASKED.sub(b"", other.raw)
 

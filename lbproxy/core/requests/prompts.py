@@ -47,6 +47,8 @@ class Prompt(NamedTuple):
     text: bytes
     media_tokens: int = 0
     """Estimated tokens of media; `text` has `FILLER_BYTES` for each of them."""
+    least_tokens: int = 0
+    """See `InferenceRequest`."""
 
 
 class _Pieces:
@@ -55,7 +57,7 @@ class _Pieces:
     def __init__(self) -> None:
         self.parts: list[bytes] = []
         self.room = MAX_PROMPT_BYTES
-        self.media_tokens = 0
+        self.media_tokens = self.least_tokens = 0
 
     def add(self, data: bytes) -> None:
         self.parts.append(data)
@@ -71,7 +73,7 @@ class _Pieces:
         return self.room <= 0 or len(self.parts) >= MAX_PIECES
 
     def prompt(self) -> Prompt:
-        return Prompt(b"".join(self.parts)[:MAX_PROMPT_BYTES], self.media_tokens)
+        return Prompt(b"".join(self.parts)[:MAX_PROMPT_BYTES], self.media_tokens, self.least_tokens)
 
 
 _Plan: TypeAlias = list[tuple[Callable[[object, _Pieces], None], Sequence[object]]]
@@ -236,12 +238,17 @@ def _texts(prompt: object) -> _Plan:
     """A text, texts, token ids, or lists of token ids."""
     if isinstance(prompt, list):
         ids = _token_bytes(prompt)
-        return [(_add_text, prompt)] if ids is None else [(_add_bytes, [ids])]
+        return [(_add_text, prompt)] if ids is None else [(_add_ids, [ids])]
     return [(_add_bytes, [_encode(prompt)])] if isinstance(prompt, str) else []
 
 
 def _add_bytes(data: object, pieces: _Pieces) -> None:
     pieces.add(cast("bytes", data))
+
+
+def _add_ids(ids: object, pieces: _Pieces) -> None:
+    pieces.add(cast("bytes", ids))
+    pieces.least_tokens = len(pieces.parts[-1]) // 4
 
 
 def _add_tool(tool: object, pieces: _Pieces) -> None:
@@ -259,6 +266,7 @@ def _add_text(one: object, pieces: _Pieces) -> None:
     elif isinstance(one, list):
         pieces.add(_token_bytes(one) or b"")
     pieces.add(_MESSAGE)
+    pieces.least_tokens = -1
 
 
 def _is_billing(part: object) -> bool:

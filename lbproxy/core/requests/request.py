@@ -66,6 +66,9 @@ class InferenceRequest(NamedTuple):
     max_tier: int = MAX_TIER
     """It must not go to an endpoint of a higher tier."""
 
+    least_tokens: int = 0
+    """Its prompt has at least so many tokens: token ids, or more than fit where it was refused as too long; 0: not
+    known; -1: it has several prompts."""
     fallback_after_s: float | None = None
     """After how many seconds of waiting for a place another model serves it; infinite: not because of that; None: no
     other one may serve it."""

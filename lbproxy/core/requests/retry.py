@@ -6,9 +6,10 @@ nothing is retried. The rules are the rows of docs/failures.md. They follow two 
 
 - A request that was not sent, or was refused with "not now", may be tried elsewhere. A request that may have *caused*
   the failure is tried once more and no further: a request that breaks each server must not be sent to all of them.
-- Retries are load. All of them, except those after a failed connect, which cost the servers nothing, come out of one
-  budget for the pool: a share of the requests of the last 10 s, plus a small constant rate. When everything fails,
-  retrying everything would only prolong the failure. (Finagle, linkerd and Envoy have retry budgets too.)
+- Retries are load. All of them, except those after a failed connect or a prompt that was too long, which cost the
+  servers nothing, come out of one budget for the pool: a share of the requests of the last 10 s, plus a small constant
+  rate. When everything fails, retrying everything would only prolong the failure. (Finagle, linkerd and Envoy have
+  retry budgets too.)
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ class FailureKind(Enum):
     MISSING = "missing"
     """The endpoint returned 404 for a model or an adapter that it had listed, which is not there any more; or 400 for
     its data-parallel rank, as the server was started anew with fewer."""
+    TOO_LONG = "too_long"
+    """The endpoint returned 400, as the prompt is longer than the context that it has, and another has a longer one."""
     REFUSED = "refused"
     """The endpoint returned 401 or 402 to a key of lbproxy's own: the key is not valid, or its account is empty."""
     FORBIDDEN = "forbidden"
@@ -149,6 +152,7 @@ _NOT_STARTED: Final = frozenset(
         FailureKind.BUSY,
         FailureKind.LIMITED,
         FailureKind.MISSING,
+        FailureKind.TOO_LONG,
         FailureKind.REFUSED,
         FailureKind.FORBIDDEN,
     }
@@ -168,6 +172,7 @@ _RULES: Final = {
     FailureKind.GATEWAY: _Rule(Outcome.COMPLETED, max_retries=_ANY_NUMBER),
     FailureKind.LATE: _Rule(Outcome.COMPLETED),  # as after a time-out
     FailureKind.MISSING: _Rule(Outcome.COMPLETED, max_retries=_ANY_NUMBER),
+    FailureKind.TOO_LONG: _Rule(Outcome.COMPLETED, max_retries=_ANY_NUMBER, free=True),
     FailureKind.REFUSED: _Rule(Outcome.NO_ENDPOINTS, max_retries=_ANY_NUMBER),
     FailureKind.FORBIDDEN: _Rule(Outcome.COMPLETED, max_retries=1),
     FailureKind.STRANDED: _Rule(Outcome.UPSTREAM_TIMEOUT, max_retries=_ANY_NUMBER),

@@ -39,13 +39,13 @@ from lbproxy.proxy.exchange.exchanger import (
 from lbproxy.proxy.exchange.failures import (
     NO_FAILURES,
     AttemptFailures,
-    is_missing,
+    lacking,
     refusal_after,
     retry_after_s,
     without_response,
 )
 from lbproxy.proxy.exchange.fallback import Fallback, is_reason
-from lbproxy.proxy.exchange.instead import Instead
+from lbproxy.proxy.exchange.instead import Instead, fits
 from lbproxy.proxy.exchange.keepalive import Keepalive
 from lbproxy.proxy.exchange.relay import (
     LAST_CHUNK,
@@ -401,6 +401,9 @@ class Exchange(ABC):
         if head.status >= 400 and self._retry_elsewhere(head.status, head=head):
             connection.abort()
             return
+        if head.status == 400 and fits(head) and self._shared.runtime.takes_longer(ticket):
+            Instead(head, connection, lambda head, body: self.guarded(self._take_read, head, body))
+            return
         if self.head_sent_by is not None and not can_continue(head):
             Instead(head, connection, lambda head, body: self.guarded(self._cannot_continue, head, body))
             return
@@ -408,6 +411,13 @@ class Exchange(ABC):
         relay = Relay(head, connection, ticket, self.record, self._shared.runtime, self)
         self._enter(RELAYING, relay)
         relay.begin(self, self._own_fields(), head_sent_by=self.head_sent_by)
+
+    def _take_read(self, head: ResponseHead, body: bytes) -> None:
+        """The body was read: it may say what another endpoint has."""
+        if len(body) != head.length:
+            self.broke(UpstreamError(FailureKind.RESET, "the connection was closed inside an error's body"))
+        else:
+            self._take_complete(head, body)
 
     def _cannot_continue(self, head: ResponseHead, body: bytes) -> None:
         """The client has the head of a stream, and this is another kind of response: it is told as an event."""
@@ -520,10 +530,10 @@ class Exchange(ABC):
         kind = status_failure(status, own_key=own_key, is_inference=is_inference)
         if kind is None:
             return False
-        if kind is FailureKind.MISSING and not is_missing(
-            runtime, self.request.route, self.placed, ticket.placed_state.endpoint, status, body
-        ):
-            return False
+        if kind is FailureKind.MISSING:
+            kind, self.placed = lacking(runtime, self.request.route, self.placed, ticket, status, body)
+            if kind is None:
+                return False
         if kind is FailureKind.ERROR and self._place_whole_instead(kind):
             return True
         after_s = None if head is None else retry_after_s(head.end_to_end)

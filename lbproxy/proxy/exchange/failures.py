@@ -11,9 +11,10 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Final, NamedTuple
 
-from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
+from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.queue.ticket import Ticket
+from lbproxy.core.requests.context_length import is_too_long
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.core.requests.retry import FailureKind
@@ -73,18 +74,25 @@ _WITHOUT: Final = {
 }
 
 
-def is_missing(
-    runtime: RequestRuntime, route: Route, placed: InferenceRequest, endpoint: Endpoint, status: int, body: bytes
-) -> bool:
-    """Whether a 400 or 404 can only mean that something is not there: the rank that lbproxy named, a model or adapter
-    that is listed (the path exists on every model server), or a stored response whose endpoint is not known.
+def lacking(
+    runtime: RequestRuntime, route: Route, placed: InferenceRequest, ticket: Ticket, status: int, body: bytes
+) -> tuple[FailureKind | None, InferenceRequest]:
+    """What a 400 or 404 says is lacking where the request was sent, and another endpoint may have, None: nothing; and
+    the request, with what that tells of it.
+
+    MISSING only where it can mean nothing else: the rank that lbproxy named, a model or adapter that is listed (the
+    path exists on every model server), or a stored response whose endpoint is not known.
     """
-    if status == 400 and not rank_is_gone(endpoint, body):
-        return False
+    state = ticket.placed_state
+    if status == 400 and not rank_is_gone(state.endpoint, body):
+        if not (is_too_long(body) and runtime.takes_longer(ticket)):
+            return None, placed
+        return FailureKind.TOO_LONG, placed._replace(least_tokens=(state.prompt_limit(placed) or 0) + 1)
     if status == 400 or (route.is_common and runtime.lists(placed.model)):
-        runtime.doubt_models(endpoint.uid)
-        return True
-    return placed.response_id is not None and runtime.stored(placed.response_id) is None
+        runtime.doubt_models(state.endpoint.uid)
+        return FailureKind.MISSING, placed
+    is_unknown = placed.response_id is not None and runtime.stored(placed.response_id) is None
+    return (FailureKind.MISSING if is_unknown else None), placed
 
 
 def refusal_after(failed: AttemptFailures, ticket: Ticket, runtime: RequestRuntime, record: RequestRecord) -> LbError:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A response that cannot continue the stream whose head its client has: read, so that the client is told what it says.
+"""A response that is read before anything of it goes to the client, as what it says decides that.
 
-It is an error, or JSON where a stream was asked for. Bounded: of a larger one, or one that breaks, nothing is told.
+It is a refusal that may mean that another endpoint does better; or, where the client has the head of a stream, an error
+or JSON that it is told of as an event. Bounded: a larger one, or one that breaks, has no body.
 """
 
 from __future__ import annotations
@@ -14,6 +15,11 @@ from lbproxy.net.connections.h1 import PayloadWatcher, ResponseHead
 from lbproxy.net.connections.pool import Connection
 
 MAX_BYTES: Final = 64 << 10
+
+
+def fits(head: ResponseHead) -> bool:
+    """Whether a response is certainly read whole."""
+    return head.length is not None and head.length <= MAX_BYTES
 
 
 class Instead(PayloadWatcher):

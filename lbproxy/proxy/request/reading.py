@@ -283,7 +283,7 @@ class RequestReader:
     ) -> InferenceRequest:
         block_bytes, fields = self._runtime.block_bytes, request.fields
         model, stream, max_tokens, cache_salt, read = facts
-        prompt_bytes = media_tokens = 0
+        prompt_bytes = media_tokens = least_tokens = 0
         keys: tuple[BlockKey, ...] = ()
         response_id, stores, repeatable = None, False, request.route.is_inference or request.method not in _CREATES
         if (
@@ -295,7 +295,7 @@ class RequestReader:
             response_id, stores = self._storage(request, read)
             repeatable = repeatable and not read.get("background")  # it would run to its end each time
         if block_bytes is not None and prompt is not None:
-            text, media_tokens = prompt
+            text, media_tokens, least_tokens = prompt
             prompt_bytes = len(text)
             before = None if response_id is None else self._runtime.stored(response_id)
             after = () if before is None else before.block_keys
@@ -332,6 +332,7 @@ class RequestReader:
             WHOLE,
             0,
             self._flow_rules.max_tier_of(flow, fields.max_tier, record.key),
+            least_tokens,
         )
 
     def _storage(self, request: ClientRequest, fields: Mapping[str, object]) -> tuple[str | None, bool]:
@@ -450,7 +451,7 @@ def for_model(
     flatten, body = request.route.flatten, request.body
     if placed.block_keys and flatten is not None and block_bytes is not None and len(body) <= PARSE_AT_ONCE_BYTES:
         facts = read_json_body(body)
-        text, _ = flatten(facts.fields)
+        text = flatten(facts.fields).text
         keys = hash_prompt(text, model=model, salt=facts.cache_salt, block_bytes=block_bytes)
     named = placed._replace(model=model, block_keys=keys, fallback_from=placed.model)
     return request._replace(model=model), named

@@ -52,7 +52,7 @@ def test_recorded_pages_are_read() -> None:
     assert read_description("sglang", body("sglang-0.5.23/get_server_info")) == Description(
         4096, False, 2048, Handover()
     )
-    assert read_description("llamacpp", body("llama.cpp-b11434/props")) == Description(2048, True, 2)
+    assert read_description("llamacpp", body("llama.cpp-b11434/props")) == Description(2048, True, 2, None, 1024)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from lbproxy.config.parse import parse
 from lbproxy.config.sections.models import NO_SETTINGS, ModelSettings
 from lbproxy.core.requests import outline as outline_module
 from lbproxy.core.requests.models import MAX_KNOWN, Allowed, ModelRules
-from lbproxy.core.requests.openai import ModelCard, find_names
+from lbproxy.core.requests.openai import ModelCard, find_names, read_model_list
 from lbproxy.core.requests.outcome import LbError
 from lbproxy.core.requests.outline import MAX_MODEL_FIELD_BYTES, MAX_MODEL_KEYS, Outline, outline
 
@@ -116,7 +116,10 @@ def test_who_is_not_served_leaves_its_share_to_the_others() -> None:
 
 
 def card(name: str, **fields: object) -> ModelCard:
-    return ModelCard(name, orjson.dumps({"id": name, "max_model_len": 100, "root": "/weights"} | fields))
+    fields = {"id": name, "max_model_len": 100, "root": "/weights"} | fields
+    found = read_model_list(orjson.dumps({"data": [fields]}))
+    assert found is not None
+    return found[0]
 
 
 def test_aliases_are_listed_where_what_they_stand_for_is() -> None:

@@ -84,7 +84,7 @@ def test_a_status_is_a_failure_by_its_class(statuses: tuple[int, ...], kind: Fai
 def test_another_model_is_asked_after_what_may_be_repeated_and_never_else(kind: FailureKind) -> None:
     """What had not started is asked of any number of models; what may have been the request's doing once more."""
     never = {K.TIMEOUT, K.LATE, K.EXHAUSTED}
-    not_started = {K.CONNECT, K.BUSY, K.LIMITED, K.MISSING, K.REFUSED, K.FORBIDDEN}
+    not_started = {K.CONNECT, K.BUSY, K.LIMITED, K.MISSING, K.TOO_LONG, K.REFUSED, K.FORBIDDEN}
     assert may_fall_back((), repeatable=False)
     assert may_fall_back((kind,), repeatable=True) is (kind not in never)
     assert may_fall_back((kind,), repeatable=False) is (kind in not_started)
