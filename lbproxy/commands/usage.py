@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`lbproxy usage`: who used how many tokens, by day, flow and model.
 
-A running lbproxy is asked; of several the rows are added. If none runs, the files that it left are read.
+A running lbproxy is asked, which knows it of all of its replicas. Of several the rows are added. If none runs, the
+files that it left are read.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from lbproxy.control.saving.usage_file import read_usage, rows_of, usage_path
 from lbproxy.core.saved.reading import SavedError
 
 COUNTS = ("prompt_uncached", "prompt_cached", "completion", "estimated")
+ALONE = "of one replica alone, as the store of the replicas was not asked or does not respond"
 NOT_KEPT = "without `state.file` in the settings nothing is kept over a restart: this is since the start"
 
 
@@ -29,7 +31,7 @@ def usage(
 ) -> int:
     """Show it. Returns the exit code. `settings`: where nothing runs. Raises AdminError."""
     try:
-        parts = [_asked(url, token, days) for url in urls]
+        parts = [_asked(url, token, days, own=len(urls) > 1) for url in urls]
         if not parts:
             raise AdminError("`admin` is not set in these settings")
     except AdminError:
@@ -41,18 +43,16 @@ def usage(
         console.print_json(json.dumps({"kept": kept, "rows": rows}))
         return 0
     console.print(tokens(rows, len(rows)) or "no tokens were used")
-    replicas = max(part["replicas"] for part in parts)
-    if replicas > len(parts):
-        text = f"of {len(parts)} of {replicas} replicas, each of which has its own: repeat --admin for the sum"
-        console.print(Text(text, style="yellow"))
+    if len(parts) == 1 and not parts[0]["all_replicas"]:
+        console.print(Text(ALONE, style="yellow"))
     if not kept:
         console.print(Text(NOT_KEPT, style="yellow"))
     return 0
 
 
-def _asked(url: str, token: str | None, days: int) -> Fields:
+def _asked(url: str, token: str | None, days: int, *, own: bool) -> Fields:
     with contextlib.closing(AdminClient(url, token)) as client:
-        return client.get("usage", days=days)
+        return client.get("usage", days=days, own=int(own))
 
 
 def _of_files(settings: Settings, days: int) -> Fields:
@@ -66,7 +66,7 @@ def _of_files(settings: Settings, days: int) -> Fields:
             uses |= read(path).tokens
     except (OSError, SavedError) as error:
         raise AdminError(f"no lbproxy responds, and {path} cannot be used: {error}") from None
-    return {"kept": True, "replicas": 1, "rows": rows_of(uses.values(), days)}
+    return {"kept": True, "all_replicas": settings.replicas.url is None, "rows": rows_of(uses.values(), days)}
 
 
 def added(rows: Sequence[Fields]) -> list[Fields]:

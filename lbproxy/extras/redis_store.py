@@ -37,7 +37,7 @@ from redis.exceptions import (
 
 from lbproxy.config.shown import without_parts_of
 from lbproxy.config.text import one_line
-from lbproxy.extras.store import StoreError
+from lbproxy.extras.store import DAYS_KEPT, StoreError
 
 CALL_S: Final = 2.0
 """How long one call may take, a connection included."""
@@ -51,6 +51,8 @@ KEPT_S: Final = 60
 READ_ENTRIES: Final = 64
 """Batches that one read returns of each stream."""
 MAX_REPLICAS: Final = 64
+MAX_DAYS: Final = 10_000
+"""Of all replicas together: one for each day and process."""
 MAX_INFO_BYTES: Final = 1024
 _ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,80}")
 KNOWLEDGE_S: Final = 30
@@ -149,6 +151,25 @@ class RedisStore:
             found = await self._redis.blpop([self._key("knowledge", replica)], timeout=1)
         return None if found is None else found[1]
 
+    # Who used how much
+
+    async def keep_day(self, name: str, use: bytes) -> None:
+        async with _bounded():
+            pipe = self._redis.pipeline(transaction=False)
+            pipe.set(self._key("day", name), use, px=DAYS_KEPT * 86_400_000)
+            pipe.sadd(self._key("days"), name)
+            await pipe.execute()
+
+    async def days(self, first: str) -> list[bytes]:
+        async with _bounded():
+            found = _ids(await self._redis.smembers(self._key("days")), MAX_DAYS)
+            wanted = [name for name in found if name >= first]
+            uses = await self._redis.mget([self._key("day", name) for name in wanted]) if wanted else []
+            gone = [name for name, use in zip(wanted, uses, strict=True) if use is None]
+            if gone:
+                await self._redis.srem(self._key("days"), *gone)
+        return [use for use in uses if use is not None]
+
     async def ping(self) -> dict[str, bytes]:
         """Call every command that is used once, on keys of its own that expire. Returns those that live, each with its
         info.
@@ -188,9 +209,9 @@ class RedisStore:
                 pass  # it is gone anyway
 
 
-def _ids(found: Iterable[bytes]) -> list[str]:
-    """Those that can be ids of replicas, of what anybody may have written there; `MAX_REPLICAS` at most."""
-    return sorted(name.decode() for name in found if _ID.fullmatch(name))[:MAX_REPLICAS]
+def _ids(found: Iterable[bytes], most: int = MAX_REPLICAS) -> list[str]:
+    """Those that can be ids of replicas, or of their days, of what anybody may have written there: the last `most`."""
+    return sorted(name.decode() for name in found if _ID.fullmatch(name))[-most:]
 
 
 _ERRORS: Final = (RedisError, RedisClusterException, OSError)

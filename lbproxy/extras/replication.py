@@ -15,7 +15,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -31,7 +31,8 @@ from lbproxy.core.balancer import Balancer
 from lbproxy.core.replicas.batches import BatchError, decode, encode
 from lbproxy.core.replicas.peers import MAX_PEERS
 from lbproxy.core.replicas.shown import ReplicaFacts, ReplicationFacts, ReplicationStats
-from lbproxy.core.saved.reading import Saved, SavedError, read_lines
+from lbproxy.core.requests.request import DayUse
+from lbproxy.core.saved.reading import Saved, SavedError, day_lines, read_lines
 from lbproxy.core.saved.reading import encode as encode_piece
 from lbproxy.driver.runtime import Runtime
 from lbproxy.extras.installing import needs
@@ -57,6 +58,7 @@ SILENT_BATCH_S: Final = 3.0
 TURN_S: Final = 0.002
 """How long the export of what is known holds up the event loop at one time."""
 CHUNK_BYTES: Final = 1 << 18
+DAYS_EVERY_S: Final = 5.0
 MAX_KNOWLEDGE_BYTES: Final = 256 << 20
 MAX_PROBLEM_CHARS: Final = 200
 MAX_STORED: Final = 10_000
@@ -213,6 +215,7 @@ class Replication:
             tasks.create_task(self._keep_giving(store, wanting))
             tasks.create_task(self._keep_sending(store))
             tasks.create_task(self._keep_reading(store))
+            tasks.create_task(self._keep_days(store))
 
     async def _keep_beating(self, store: Store, wanting: asyncio.Queue[str]) -> None:
         while True:
@@ -289,6 +292,33 @@ class Replication:
                 self._read(other, replica, data)
                 await asyncio.sleep(0)
 
+    async def _keep_days(self, store: Store) -> None:
+        """Have the store keep who used how many tokens, so that each replica knows it of all."""
+        sent: list[DayUse] = []
+        while True:
+            sent = await self._send_days(store, sent)
+            await asyncio.sleep(DAYS_EVERY_S)
+
+    async def _send_days(self, store: Store, sent: Sequence[DayUse] = ()) -> list[DayUse]:
+        """`sent`: what the store has. Returns what it has then: the present day and the one that ended last."""
+        ledger = self._balancer.ledger
+        days = [use for use in (ledger.yesterday, ledger.today()) if use is not None and use.day and use.rows]
+        for use in days:
+            if use not in sent:
+                await store.keep_day(f"{use.day}.{use.id}", day_lines(use))
+        return days
+
+    async def days(self, first: str) -> list[bytes] | None:
+        """A line for each day from `first` on and each process that counted in it; None: the store cannot be used."""
+        try:
+            store = self._make_store()
+            try:
+                return await store.days(first)
+            finally:
+                await store.close()
+        except StoreError:
+            return None
+
     def _read(self, other: _Other, replica: str, data: bytes) -> None:
         self.stats.batches_received += 1
         self.stats.bytes_received += len(data)
@@ -335,6 +365,7 @@ class Replication:
         try:
             while (batch := self._journal.take(self._runtime.now())) is not None:
                 await store.append(self.replica, encode(batch))
+            await self._send_days(store)
             await store.leave(self.replica)
         except StoreError as error:
             logger.debug("replicas: others will notice by themselves: %s", error, extra={"event": "replicas"})

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Final, Protocol
+
+DAYS_KEPT: Final = 400
 
 
 class StoreError(Exception):
@@ -37,6 +39,12 @@ class Store(Protocol):
 
     async def receive(self, replica: str) -> bytes | None:
         """The next piece; None if there is none yet."""
+
+    async def keep_day(self, name: str, use: bytes) -> None:
+        """Keep who used how many tokens in a day, for `DAYS_KEPT` days. `name`: the day, as 2026-11-29, and more."""
+
+    async def days(self, first: str) -> list[bytes]:
+        """What all replicas, also those that are gone, kept of this day and later ones."""
 
     async def ping(self) -> dict[str, bytes]:
         """Try all that the other calls do, without being a replica. Returns those that live, each with its info."""

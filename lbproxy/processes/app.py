@@ -41,7 +41,7 @@ from lbproxy.control.probing.prober import Prober
 from lbproxy.control.probing.roles import RoleWatch
 from lbproxy.control.probing.scraper import Scraper, Scraping
 from lbproxy.control.saving.keeper import Keeper
-from lbproxy.control.saving.usage_file import rows_of
+from lbproxy.control.saving.usage_file import days_in, first_day, rows_of
 from lbproxy.control.sleeping.driver import SleepDriver
 from lbproxy.control.telemetry.history import History
 from lbproxy.control.telemetry.memory import Memory
@@ -483,10 +483,14 @@ class Proxy:
         self.telemetry.log.reconfigure(log)
         self.plane.set_log_level(level)
 
-    async def usage(self, days: int) -> dict[str, object]:
+    async def usage(self, days: int, *, own: bool) -> dict[str, object]:
         kept, uses = await self.keeper.usage()
-        replicas = 1 if self.replication is None else 1 + len(self.replication.facts().others)
-        return {"kept": kept, "replicas": replicas, "rows": rows_of(uses, days)}
+        replication, lines = self.replication, None
+        if replication is not None and not own:
+            lines = await replication.days(first_day(days))
+        known = {(one.day, one.id): one for one in (*days_in(b"".join(lines or ())), *uses)}
+        is_sum = replication is None or lines is not None
+        return {"kept": kept, "all_replicas": is_sum, "rows": rows_of(known.values(), days)}
 
     def origin(self, name: str) -> str:
         added = self.overlay.added.get(name)

@@ -17,9 +17,14 @@ COUNTS = {"prompt_uncached": 1, "prompt_cached": 2, "completion": 3, "estimated"
 
 
 def said_of(urls: list[str], monkeypatch: pytest.MonkeyPatch, *, as_json: bool = False) -> str:
-    def asked(url: str, token: str | None, days: int) -> dict[str, Any]:
+    def asked(url: str, token: str | None, days: int, *, own: bool) -> dict[str, Any]:
+        assert own is (len(urls) > 1)
         rows = [{"day": "2026-11-28", "flow": "own", "model": url} | COUNTS]
-        return {"kept": True, "replicas": 2, "rows": [*rows, {"day": "2026-11-29", "flow": "f", "model": "m"} | COUNTS]}
+        return {
+            "kept": True,
+            "all_replicas": False,
+            "rows": [*rows, {"day": "2026-11-29", "flow": "f", "model": "m"} | COUNTS],
+        }
 
     monkeypatch.setattr(command, "_asked", asked)
     console = Console(file=io.StringIO(), width=120)
@@ -35,6 +40,6 @@ def test_rows_of_several_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one["completion"] for one in others] == [3, 3]
 
 
-def test_that_some_replicas_were_not_asked_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "of 1 of 2 replicas" in said_of(["a"], monkeypatch)
+def test_that_others_are_left_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "of one replica alone" in said_of(["a"], monkeypatch)
     assert "replicas" not in said_of(["a", "b"], monkeypatch)

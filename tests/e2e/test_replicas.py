@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import pytest
 
+from lbproxy.commands.cli import main
 from tests.support.aio import run, until
 from tests.support.load import Load, load
 from tests.support.ports import free_port
@@ -88,6 +91,38 @@ def test_of_one_that_is_killed_only_its_own_break_and_its_counts_go(tmp_path: Pa
                 stream.writer.transport.abort()
 
     run(body(), timeout_s=120.0)
+
+
+def test_tokens_are_those_of_all_replicas_also_of_dead_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing but the store keeps them; while it is down each has its own, and says so."""
+
+    def used(member: str, *more: str) -> list[tuple[str, int, int]]:
+        assert main(["usage", "--json", "--admin", member, *more]) == 0
+        rows = json.loads(capsys.readouterr().out)["rows"]
+        return sorted((row["flow"], row["prompt_uncached"] + row["prompt_cached"], row["completion"]) for row in rows)
+
+    with pool(tmp_path, 3, "flows: {header: true}") as it:
+        prompt = 0
+        for number, member in enumerate(it.members):
+            for _ in range(number + 1):
+                body = {"model": "sim", "prompt": "word " * 40, "max_tokens": 3, "ignore_eos": True}
+                response = httpx.post(
+                    f"{member.url}/v1/completions", json=body, headers={"x-lbproxy-flow": f"f{number % 2}"}, timeout=60
+                )
+                prompt = response.json()["usage"]["prompt_tokens"]
+        whole = [("f0", 4 * prompt, 12), ("f1", 2 * prompt, 6)]
+        own = [[("f0", prompt, 3)], [("f1", 2 * prompt, 6)], [("f0", 3 * prompt, 9)]]
+        admins = [member.admin for member in it.members]
+        end = time.monotonic() + 60
+        while any(used(admin) != whole for admin in admins):
+            assert time.monotonic() < end, [used(admin) for admin in admins]
+        assert used(admins[0], "--admin", admins[1]) == own[0] + own[1]
+        it.members[2].process.kill()
+        assert [used(admin) for admin in admins[:2]] == [whole, whole]
+        it.redis.kill()
+        assert [used(admin) for admin in admins[:2]] == own[:2]
+        assert main(["usage", "--admin", admins[0]]) == 0
+        assert "of one replica" in capsys.readouterr().out
 
 
 def test_a_limit_of_requests_holds_over_replicas(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ class Shelf:
 
     streams: dict[str, list[bytes]] = field(default_factory=dict)
     infos: dict[str, bytes] = field(default_factory=dict)
+    days: dict[str, bytes] = field(default_factory=dict)
 
 
 class MemoryStore:
@@ -67,6 +68,12 @@ class MemoryStore:
 
     async def receive(self, replica: str) -> bytes | None:
         return b""
+
+    async def keep_day(self, name: str, use: bytes) -> None:
+        self._shelf.days[name] = use
+
+    async def days(self, first: str) -> list[bytes]:
+        return [use for name, use in self._shelf.days.items() if name >= first]
 
     async def ping(self) -> dict[str, bytes]:
         return {}

@@ -121,7 +121,10 @@ LEVEL: Fields = {
     "required": ["level"],
     "properties": {"level": {"type": "string", "enum": list(LEVELS)}},
 }
-DAYS: Fields = {"type": "integer", "minimum": 1, "maximum": MAX_DAYS, "default": DEFAULT_DAYS}
+USAGE_QUERY: dict[str, Fields] = {
+    "days": {"type": "integer", "minimum": 1, "maximum": MAX_DAYS, "default": DEFAULT_DAYS},
+    "own": {"enum": ["0", "1"], "default": "0"},
+}
 
 
 class Steering(Protocol):
@@ -152,8 +155,10 @@ class Steering(Protocol):
     def set_log_level(self, level: str) -> None:
         """Until a reload or a restart."""
 
-    async def usage(self, days: int) -> Fields:
-        """Who used how many tokens here in the last days, whether that is kept, and how many replicas there are."""
+    async def usage(self, days: int, *, own: bool) -> Fields:
+        """Who used how many tokens in the last days, with all replicas or as far as counted here (`own`); whether that
+        is kept, and whether it is of all replicas.
+        """
 
     def origin(self, name: str) -> str:
         """Where an endpoint comes from."""
@@ -208,9 +213,7 @@ class Api:
             AdminRoute(
                 "GET", "/admin/history", self._get_history, "The last ten minutes in steps of five seconds", "History"
             ),
-            AdminRoute(
-                "GET", "/admin/usage", self._get_usage, "Who used how many tokens", "Usage", query={"days": DAYS}
-            ),
+            AdminRoute("GET", "/admin/usage", self._get_usage, "Who used how many tokens", "Usage", query=USAGE_QUERY),
             AdminRoute(
                 "GET",
                 "/admin/events",
@@ -287,7 +290,10 @@ class Api:
         text = request.query.get("days", str(DEFAULT_DAYS))
         if not (text.isascii() and text.isdigit() and len(text) < 4 and 1 <= int(text) <= MAX_DAYS):
             raise ApiError(400, "invalid_days", f"days: expected 1 to {MAX_DAYS}")
-        return _json(await self._steering.usage(int(text)))
+        own = request.query.get("own", "0")
+        if own not in {"0", "1"}:
+            raise ApiError(400, "invalid_own", "own: expected 0 or 1")
+        return _json(await self._steering.usage(int(text), own=own == "1"))
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         if not self.feed.has_room:

@@ -325,7 +325,7 @@ COMPONENTS: dict[str, Schema] = {
     "Point": _POINT,
     "Usage": record(
         kept=FLAG,
-        replicas=COUNT,
+        all_replicas=FLAG,
         rows=_list(
             record(
                 day=TEXT,

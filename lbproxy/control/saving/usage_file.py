@@ -16,7 +16,7 @@ import orjson
 
 from lbproxy.control.saving.state_file import open_to_write
 from lbproxy.core.requests.request import DayUse, Tokens
-from lbproxy.core.saved.reading import SavedError, add_day
+from lbproxy.core.saved.reading import SavedError, add_day, day_lines
 
 MAX_DAYS = 400
 MAX_FILE_BYTES = 256 << 20
@@ -29,12 +29,18 @@ def usage_path(state_file: str) -> str:
 
 def read_usage(path: str) -> list[DayUse]:
     """All of it, as it was written. Empty if there is none. Raises OSError."""
-    known: dict[tuple[str, str], DayUse] = {}
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
-        for line in file.read(MAX_FILE_BYTES).splitlines():
-            with contextlib.suppress(SavedError, orjson.JSONDecodeError):
-                piece = orjson.loads(line)
-                add_day(known, piece if isinstance(piece, dict) else {})
+        return days_in(file.read(MAX_FILE_BYTES))
+    return []
+
+
+def days_in(data: bytes) -> list[DayUse]:
+    """What `day_lines` wrote; without what it did not."""
+    known: dict[tuple[str, str], DayUse] = {}
+    for line in data.splitlines():
+        with contextlib.suppress(SavedError, orjson.JSONDecodeError):
+            piece = orjson.loads(line)
+            add_day(known, piece if isinstance(piece, dict) else {})
     return list(known.values())
 
 
@@ -45,18 +51,22 @@ def append_usage(path: str, ended: Sequence[DayUse]) -> None:
     with open(f"{path}.tmp", "wb", opener=open_to_write) as file:
         for use in sorted(known.values(), key=lambda one: one.day):
             if use.day in kept:
-                rows = [[*pair, *used] for pair, used in use.rows.items()]
-                file.write(orjson.dumps({"day": use.day, "id": use.id, "rows": rows}) + b"\n")
+                file.write(day_lines(use))
         file.flush()
         os.fsync(file.fileno())
     os.replace(f"{path}.tmp", path)
+
+
+def first_day(days: int) -> str:
+    """Of the last days, the present one (UTC) included."""
+    return time.strftime("%Y-%m-%d", time.gmtime(time.time() - (days - 1) * 86_400))
 
 
 def rows_of(uses: Iterable[DayUse], days: int) -> list[dict[str, object]]:
     """By day, flow and model, as the admin API and `lbproxy usage --json` have it: of the last days, the newest first;
     in each those that used most first.
     """
-    first = time.strftime("%Y-%m-%d", time.gmtime(time.time() - (days - 1) * 86_400))
+    first = first_day(days)
     sums: dict[tuple[str, str, str], Tokens] = {}
     for use in uses:
         if use.day >= first:

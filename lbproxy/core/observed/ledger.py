@@ -38,6 +38,8 @@ class Ledger:
         """Of the present day: see `DayUse`. Empty: the driver has not said which day it is."""
         self.ended: list[DayUse] = []
         """Days that ended, until the driver has written them down."""
+        self.yesterday: DayUse | None = None
+        """The day that ended last, if this process counted in it."""
 
     def add(self, flow: str, model: str | None, used: Counts) -> None:
         """Count what a request used."""
@@ -63,7 +65,7 @@ class Ledger:
         if day == self.day:
             return
         if self.day and (use := self.today()).rows:
-            self.ended = [*self.ended, use][-MAX_ENDED:]
+            self.yesterday, self.ended = use, [*self.ended, use][-MAX_ENDED:]
         if self.day:
             self._before, self._resumed = dict(self.since_start()), {}
         self.day, self.id = day, new_id

@@ -37,6 +37,7 @@ from lbproxy.core.saved.pieces import (
     Durations,
     Piece,
     is_name,
+    tokens_pieces,
 )
 
 Learned: TypeAlias = dict[str, dict[str, float]]
@@ -405,6 +406,11 @@ def _require(holds: bool, problem: str) -> None:
 
 def encode(piece: Piece) -> bytes:
     return orjson.dumps(piece, option=orjson.OPT_APPEND_NEWLINE)
+
+
+def day_lines(use: DayUse) -> bytes:
+    """One day alone, as `add_day` reads it."""
+    return b"".join(map(encode, tokens_pieces([use])))
 
 
 def read_lines(lines: Iterable[bytes]) -> Saved:

@@ -79,9 +79,13 @@ class FakeSteering:
     async def reload(self) -> ReloadResult | None:
         return self.reloads
 
-    async def usage(self, days: int) -> dict[str, object]:
+    async def usage(self, days: int, *, own: bool) -> dict[str, object]:
         counts = {"prompt_uncached": 1, "prompt_cached": 2, "completion": 3, "estimated": days}
-        return {"kept": True, "replicas": 1, "rows": [{"day": "2026-11-29", "flow": "f", "model": None} | counts]}
+        return {
+            "kept": not own,
+            "all_replicas": not own,
+            "rows": [{"day": "2026-11-29", "flow": "f", "model": None} | counts],
+        }
 
     async def add_endpoint(self, entry: Mapping[str, object], *, keep: bool) -> str:
         _, changed = Overlay().add(self.settings, entry, keep=keep)
