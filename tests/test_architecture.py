@@ -104,7 +104,7 @@ LARGE = {
     "Engine": 24,
     "Fleet": 16,
     "FixedEngine": 19,
-    "FrontEnd": 16,
+    "FrontEnd": 17,
     "Overload": 18,
     "PoolModel": 23,
     "Proxy": 22,

@@ -352,6 +352,8 @@ def _listed(names: Sequence[str]) -> str:
 def _engine(one: Inspection) -> str:
     if one.shown.engine is None:
         unknown = "not detected" if one.endpoint.metrics is not None else "not scraped"
+        if one.api is not None:
+            return f"{one.api} (by its API)"
         return unknown if one.owner is None else f"{one.owner} (by its models)"
     how = "detected" if one.endpoint.engine == "auto" else "from the settings"
     return f"{one.shown.engine} ({how}{f', metrics at {one.shown.page}' if one.shown.page else ''})"

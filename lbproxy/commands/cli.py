@@ -133,7 +133,7 @@ def _add_mock(mock: argparse.ArgumentParser) -> None:
     what = "with --ttft: time from token to token (default: 0.02)"
     mock.add_argument("--token-time", type=_seconds, default=0.02, metavar="DURATION", help=what)
     what = "the engine that it reports as in its models and server info (default: vllm); only vllm has metrics"
-    mock.add_argument("--engine", choices=["vllm", "sglang", "llamacpp"], default="vllm", help=what)
+    mock.add_argument("--engine", choices=["vllm", "sglang", "llamacpp", "ollama"], default="vllm", help=what)
     mock.add_argument(
         "--metric-names", choices=["current", "old"], default="current", help="old: the names of vLLM 0.8"
     )

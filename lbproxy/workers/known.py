@@ -165,6 +165,8 @@ class Known:
     def _by_tier(self, request: InferenceRequest) -> list[list[EndpointState]]:
         """Those that may be asked, the lowest tier first. None is above the request's highest tier."""
         found = self.serving.by_tier(request.model, request.max_tier)
+        if request.engine is not None:
+            found = [[one for one in members if one.has_api(request.engine)] for members in found]
         if request.model is not None:
             return found
         return [[one for one in members if one.endpoint.model is None] for members in found]

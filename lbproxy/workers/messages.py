@@ -21,7 +21,7 @@ Fields: TypeAlias = tuple[Any, ...]
 """The fields of a NamedTuple."""
 RequestFields: TypeAlias = tuple[
     str, str | None, bool, int, int, tuple[int, ...], int | None, int, str | None, bool, str, float | None, int,
-    str | None, bool, bool, bool, bool, bool, int, int, int, int, float | None, str | None,
+    str | None, bool, bool, bool, bool, bool, int, int, int, int, float | None, str | None, str | None,
 ]  # fmt: skip
 """The fields of an InferenceRequest that a worker sends."""
 # By these the decoders that are made later read requests and usages. Compiled, a NamedTuple does not know the types of
@@ -345,6 +345,7 @@ class Card(Message):
     parent: str | None = None
     context_tokens: int | None = None
     context_is_of_prompt: bool = False
+    engine: str | None = None
 
 
 class Models(Message, tag=37):

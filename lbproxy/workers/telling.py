@@ -102,7 +102,8 @@ def _pieces(uids: list[int], before: List, models: Mapping[str, ModelCard]) -> I
     piece: list[m.Card] = []
     size = 0
     for card in cards:
-        piece.append(m.Card(card.id, card.raw, card.parent, card.context_tokens, card.context_is_of_prompt))
+        told = card.context_tokens, card.context_is_of_prompt, card.engine
+        piece.append(m.Card(card.id, card.raw, card.parent, *told))
         size += len(card.raw) + len(card.id)
         if size >= PIECE_BYTES:
             yield m.Models(uids, piece, gone, adds, True)

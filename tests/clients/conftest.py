@@ -35,11 +35,9 @@ def reports(pytestconfig: pytest.Config) -> list[Report]:
 
 @pytest.fixture(scope="session")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """lbproxy before two simulated servers."""
+    """lbproxy before two simulated servers, and an Ollama, which it recognises by its API."""
     config: Path = tmp_path_factory.mktemp("clients") / "lbproxy.yaml"
-    with mock(*MOCK) as (_, one), mock(*MOCK) as (_, two):
-        config.write_text(
-            f"listen: 127.0.0.1:0\nadmin: 127.0.0.1:0\nendpoints:\n  - {{url: '{one}'}}\n  - {{url: '{two}'}}\n"
-        )
+    with mock(*MOCK) as (_, one), mock(*MOCK) as (_, two), mock(*MOCK, "--engine", "ollama") as (_, three):
+        config.write_text(f"listen: 127.0.0.1:0\nadmin: 127.0.0.1:0\nendpoints: ['{one}', '{two}', '{three}']\n")
         with Process("--config", str(config)) as lbproxy:
             yield lbproxy.wait_for(r"listens on (http://[\w.:]+)")[1]

@@ -49,6 +49,7 @@ CLIENTS = (
     Client("instructor", "instructor", "instructor_sdk.py"),
     Client("llm", "sdks", "llm_cli.py"),
     Client("aider-chat", "aider", "aider_models.py"),
+    Client("ollama", "ollama", "ollama_sdk.py"),
     Client("openai-node", NODE, "openai_node.mjs"),
     Client("@ai-sdk/openai", NODE, "ai_sdk.mjs", "@ai-sdk/openai"),
     Client("@ai-sdk/openai-compatible", NODE, "ai_sdk.mjs", "@ai-sdk/openai-compatible"),

@@ -195,6 +195,15 @@ def test_who_could_show_metrics_is_told_how() -> None:
     assert f"all of its load: {NO_LOAD}; sglang exports it if it is started with --enable-metrics" in output
 
 
+def test_ollama_is_recognised_by_its_api() -> None:
+    models = answer(b'{"object":"list","data":[{"id":"m","owned_by":"library"}]}')
+    version = answer(b'{"version":"0.14.0"}')
+    _, output = checked({"/v1/models": models, "/metrics": NOT_FOUND, "/api/version": version})
+    assert "  engine     ollama (by its API)" in output
+    _, output = checked({"/v1/models": models, "/metrics": NOT_FOUND})
+    assert "  engine     not detected" in output
+
+
 ALIASES = """
 models:
   good: {to: base}

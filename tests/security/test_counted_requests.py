@@ -38,6 +38,7 @@ class Form(NamedTuple):
     """As a multiple of that."""
     leaves_after: int = 0
     """The client leaves once it has so many bytes."""
+    engine: str = "auto"
 
 
 def plain(said: Json) -> bytes:
@@ -84,6 +85,18 @@ def coded(body: bytes) -> Script:
         await wire.send(answer(gzip.compress(body), more="Content-Encoding: gzip\r\n") if accepts else answer(body))
 
     return script
+
+
+OLLAMA = {"model": "m", "messages": [{"role": "user", "content": TEXT}]}
+LAST_LINE = json.dumps({"done": True, "prompt_eval_count": PROMPT, "eval_count": WRITTEN}).encode() + b"\n"
+
+
+def line(text: str = "word") -> bytes:
+    return json.dumps({"message": {"content": text}, "done": False}).encode() + b"\n"
+
+
+def of_lines(texts: Sequence[bytes]) -> bytes:
+    return STREAM_HEAD.replace(b"text/event-stream", b"application/x-ndjson") + b"".join(map(chunk, texts)) + LAST
 
 
 def in_chunks(texts: Sequence[bytes]) -> bytes:
@@ -191,6 +204,18 @@ FORMS = {
         {"token_ids": [7] * PROMPT, "stream": True},
         stream([event({"choices": [{"token_ids": [9]}]})] * WRITTEN),
     ),
+    "ollama": Form("/api/chat", OLLAMA, of_lines([line()] * WRITTEN + [LAST_LINE]), engine="ollama"),
+    "ollama, not in a stream": Form(
+        "/api/generate",
+        {"model": "m", "prompt": TEXT, "stream": False},
+        plain({"response": "prompt_eval_count", "done": True, "prompt_eval_count": PROMPT, "eval_count": WRITTEN}),
+        engine="ollama",
+    ),
+    "ollama, joined tokens": Form("/api/chat", OLLAMA, of_lines([line("word" * 500)] * 6), engine="ollama"),
+    "ollama that says nothing": Form("/api/chat", OLLAMA, of_lines([line()] * WRITTEN), engine="ollama"),
+    "ollama, forged": Form(
+        "/api/chat", OLLAMA, of_lines([line('{"done":true,"eval_count":1}')] * 60 + [LAST_LINE]), engine="ollama"
+    ),
     "llama.cpp": Form(
         "/completion", {"prompt": TEXT}, plain({"tokens_predicted": WRITTEN, "tokens_evaluated": PROMPT})
     ),
@@ -232,7 +257,7 @@ def counted(it: Rig) -> list[float]:
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_what_was_generated_counts(form: Form, policy: str) -> None:
     async def main() -> None:
-        own = f"tokens_per_minute: {LIMIT}, tokens_per_day: 1000000"
+        own = f"engine: {form.engine}, tokens_per_minute: {LIMIT}, tokens_per_day: 1000000"
         more = f"routing: {{policy: {policy}}}\nflows: {{default: {{tokens_per_minute: {LIMIT}}}}}"
         async with ScriptedEndpoint(form.script) as endpoint, rig((endpoint.url, own), more=more) as it:
             client = await it.connect()

@@ -105,7 +105,9 @@ def leads_to(authority: str, address: Address) -> bool:
 MAX_PATHS = 64
 KNOWN_PATHS = (
     *("/health", "/v1/models", "/v1/chat/completions", "/generate", "/completion", "/infill", "/inference/v1/generate"),
-    *("/tokenize", "/detokenize", "/rerank", "/v2/rerank", "/score", "/pooling", "/classify"),
+    *("/tokenize", "/detokenize", "/rerank", "/v2/rerank", "/score", "/pooling", "/classify", "/"),
+    *(f"/api/{name}" for name in ("chat", "generate", "embed", "embeddings", "show", "version", "tags", "ps")),
+    *(f"/api/{name}" for name in ("pull", "push", "create", "copy", "delete", "blobs/sha256:0")),
 )
 """What no path of one's own may match: all outside /v1/ that `proxy.request.routes` knows (a test holds the two
 together: config may not import proxy)."""

@@ -101,11 +101,11 @@ class EndpointSettings(ShortSection):
     """In logs, metrics and responses: 1 to 64 letters, digits and `._:[]-`. Default: host:port, or the name of socket
     or file."""
     engine: str = "auto"
-    """The server's software: a built-in engine or one of `engines`. `auto` = detected from its metrics. `lbproxy` =
-    another lbproxy, whose `x-lbproxy-reason` is believed; never detected."""
+    """The server's software: a built-in engine or one of `engines`. `auto` = detected from its metrics, `ollama` by its
+    API. `lbproxy` = another lbproxy, whose `x-lbproxy-reason` is believed; never detected."""
     metrics: ShownUrl | None = "auto"
     """A path, `:port/path`, an absolute URL (of a single server), `auto` (the engine's usual place), or null = not
-    scraped: the default with `engine: lbproxy`."""
+    scraped: the default with `engine: lbproxy` and `ollama`."""
     health: ShownUrl | None = "/health"
     """Path of the health check: a status below 500 means alive. null = not probed: up until requests fail."""
     models: tuple[str, ...] | None = None
@@ -158,6 +158,8 @@ class EndpointSettings(ShortSection):
     """Sent to it as `Authorization: Bearer`, instead of the client's. Write ${NAME} rather than the key."""
     forward_headers: tuple[str, ...] = ()
     """Further header fields of clients that it gets above tier 1: docs/overflow.md."""
+    client_keep_alive: bool = False
+    """Ollama: clients' `keep_alive` is passed on. false = how long models stay loaded is the server's to say."""
     proxy: ProxyUrl | None = None
     """Forward proxy: `http://[user:password@]host:port`, URL-encoded."""
     tls: EndpointTls = EndpointTls()

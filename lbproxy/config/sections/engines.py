@@ -24,7 +24,9 @@ from lbproxy.config.values import PATH, ShownUrl, count, expected
 
 LBPROXY = "lbproxy"
 """Another lbproxy."""
-BUILT_IN_ENGINES = ("vllm", "sglang", "trtllm-serve", "triton-tensorrt-llm", "llamacpp", "lmdeploy", LBPROXY)
+OLLAMA = "ollama"
+"""Has an API of its own, and no metrics."""
+BUILT_IN_ENGINES = ("vllm", "sglang", "trtllm-serve", "triton-tensorrt-llm", "llamacpp", "lmdeploy", LBPROXY, OLLAMA)
 """The keys of `core.engines.dialects.ENGINES` (a test holds the two together: config may not import core)."""
 MAX_ENGINES = 64
 """Of one's own. A page of an unknown engine is looked through for the families of each."""

@@ -31,7 +31,7 @@ from typing import TypeAlias
 from lbproxy.config.parse import parse_endpoints
 from lbproxy.config.sections.clients import Address
 from lbproxy.config.sections.endpoints import EndpointSettings
-from lbproxy.config.sections.engines import LBPROXY
+from lbproxy.config.sections.engines import LBPROXY, OLLAMA
 from lbproxy.config.sections.proxies import ProxyUrl
 from lbproxy.config.text import ConfigError
 from lbproxy.config.tree import MAX_ENDPOINTS, Settings
@@ -101,12 +101,15 @@ def _common(entry: EndpointSettings) -> Callable[..., EndpointSpec]:
     return partial(
         EndpointSpec,
         engine=entry.engine,
-        metrics=None if entry.engine == LBPROXY and "metrics" not in entry.model_fields_set else entry.metrics,
+        metrics=None
+        if entry.engine in {LBPROXY, OLLAMA} and "metrics" not in entry.model_fields_set
+        else entry.metrics,
         health=entry.health,
         models=entry.models,
         model=entry.model,
         tier=entry.tier,
         forward_headers=entry.forward_headers,
+        client_keep_alive=entry.client_keep_alive,
         bounds=_bounds(entry),
         kv_cache_tokens=entry.kv_cache_tokens,
         ranks=entry.ranks or None,

@@ -63,6 +63,8 @@ class Inspection:
     """What the question for health brought, in short."""
     owner: str | None
     """The engine by its models, if it is one of `core.engines.server_info`."""
+    api: str | None
+    """The engine, if it was recognised by its own API."""
     models: tuple[str, ...] | None
     """Base models; None = it does not say."""
     adapters: dict[str, tuple[str, ...]]
@@ -127,6 +129,7 @@ async def inspect(
         healthy=None if answer is None else answer.ok is True,
         health="not asked" if answer is None else answer.reason,
         owner=owned_by if owned_by in SERVER_INFO else None,
+        api=listed.cards[0].engine if listed.cards else None,
         models=models,
         adapters=adapters,
         shown=load,

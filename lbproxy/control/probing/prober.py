@@ -19,8 +19,11 @@ import asyncio
 import contextlib
 import logging
 import random
+import re
+from dataclasses import replace
 from typing import NamedTuple
 
+from lbproxy.config.sections.engines import BUILT_IN_ENGINES, OLLAMA
 from lbproxy.config.sections.health import HealthSettings
 from lbproxy.config.shown import without_values
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec
@@ -46,6 +49,7 @@ DESCRIPTION_TIMEOUT_S = 1.0
 JITTER = 0.1
 """Intervals vary by this share both ways, so that many probers do not come to act in step."""
 MAX_MODELS_LOGGED = 20
+_VERSION = re.compile(rb'\s*\{\s*"version"\s*:\s*"')
 DOUBT_S = 0.5
 """The least time between two questions for models that somebody doubts."""
 
@@ -97,10 +101,25 @@ async def ask_models(endpoint: EndpointSpec, connections: ConnectionPool, timeou
         cards = read_model_list(answer.body)
         if cards is None:
             return ModelsAnswer(False, None, True, f"{reason} with something that is no model list")
+        if endpoint.engine == "auto" and engine_of(cards) not in {None, *BUILT_IN_ENGINES}:
+            cards = await _with_engine(endpoint, cards, connections, timeout_s)
         return ModelsAnswer(True, cards, True, reason)
     # 408 and 429 are for now only; the other refusals (401, 404, a redirect) will be the same next time.
     refused = answer.status in {401, 402, 403}
     return ModelsAnswer(answer.status < 500 and answer.status not in {408, 429}, None, True, reason, refused)
+
+
+async def _with_engine(
+    endpoint: EndpointSpec, cards: list[ModelCard], connections: ConnectionPool, timeout_s: float
+) -> list[ModelCard]:
+    """The cards of an engine that does not name itself in them: of Ollama, if it has its API."""
+    try:
+        timeout_s = min(DESCRIPTION_TIMEOUT_S, timeout_s)
+        answer = await _get(endpoint, "/api/version", connections, timeout_s, MAX_INFO_BYTES)
+    except UpstreamError:
+        return cards
+    is_ollama = answer.status == 200 and _VERSION.match(answer.body) is not None
+    return [replace(card, engine=OLLAMA) for card in cards] if is_ollama else cards
 
 
 def self_describing(endpoint: EndpointSpec, owner: str | None) -> str | None:

@@ -72,6 +72,8 @@ class EndpointSpec:
     """Sent instead of the client's own credentials."""
     forward_headers: tuple[str, ...] = ()
     """Further fields of clients that it gets above tier 1; in lower case."""
+    client_keep_alive: bool = False
+    """Ollama's: clients may say how long it keeps a model loaded."""
     tls: Tls | None = None
     """Always set with https, else None."""
     proxy: ForwardProxy | None = None

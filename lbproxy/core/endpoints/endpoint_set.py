@@ -313,9 +313,10 @@ class EndpointSet:
         named = [state for state in ready if model is None or (state.models is not None and model in state.models)]
         return named or [state for state in ready if state.models is None and not self.any_up()]
 
-    def is_known(self, model: str | None) -> bool:
-        """Whether a member, whatever its health, lists `model`."""
-        return model is None or any(state.models and model in state.models for state in self._states.values())
+    def is_known(self, model: str | None, engine: str | None = None) -> bool:
+        """Whether a member, whatever its health, lists `model`; one that has the own API of `engine`, if not None."""
+        members = (state for state in self._states.values() if engine is None or state.has_api(engine))
+        return model is None or any(state.models and model in state.models for state in members)
 
     def any_starting(self) -> bool:
         """Whether the health of a member is not known yet."""

@@ -174,6 +174,11 @@ class EndpointState:
             card = cards.get(card.parent)
         return prompt_limit(card, request.max_tokens)
 
+    def has_api(self, engine: str) -> bool:
+        """Whether it has the own API of an engine: as the settings say, or as it showed."""
+        first = next(iter(self.models.values()), None) if self.models else None
+        return self.endpoint.engine == engine or (first is not None and first.engine == engine)
+
     def engine_model(self, model: str | None) -> str:
         """The model that is behind a name here: of an adapter its base, which the same engine serves."""
         card = None if self.models is None or model is None else self.models.get(model)

@@ -140,6 +140,8 @@ class Candidates:
         """Those of `members` that did not fail the request yet, and take it by their role."""
         if ticket.avoid:
             members = [state for state in members if not _was_tried(state, ticket.avoid)]
+        if (engine := ticket.request.engine) is not None:
+            members = [state for state in members if state.has_api(engine)]
         if self._endpoints.has_tiers and ticket.request.model is None:  # their own name would have no place in it
             members = [state for state in members if state.endpoint.model is None]
         return self._split.usable(ticket.request, members) if self._endpoints.has_roles else members
@@ -173,7 +175,7 @@ class Candidates:
             return Outcome.NO_ENDPOINTS
         if self._endpoints.any_starting():
             return None
-        if self._endpoints.any_up() and not self._endpoints.is_known(ticket.request.model):
+        if self._endpoints.any_up() and not self._endpoints.is_known(ticket.request.model, ticket.request.engine):
             return Outcome.MODEL_NOT_FOUND
         return Outcome.NO_ENDPOINTS
 
@@ -248,6 +250,8 @@ class Candidates:
         if at_other_address:
             tried.update(one.endpoint.uid for one in ticket.placed_state.siblings)
         members = self._endpoints.candidates(ticket.request.model, now=now)
+        if (engine := ticket.request.engine) is not None:
+            members = [one for one in members if one.has_api(engine)]
         if self._endpoints.has_tiers:
             most = ticket.request.max_tier
             members = [one for one in members if one.endpoint.tier <= most and not _is_closed(one, ticket, now)]

@@ -146,14 +146,16 @@ class ModelRules:
         shares = self._shares.get(name)
         return (name,) if shares is None else (model for model, share in shares.items() if share)
 
+    def aliases(self) -> Iterable[str]:
+        """All that are no patterns."""
+        return (name for name in self._shares if "*" not in name)
+
     def listed(self, cards: Iterable[ModelCard]) -> list[ModelCard]:
         """`cards`, and cards of the aliases that lead to one of them. An alias replaces a model of the same name."""
         by_id = {card.id: card for card in cards}
         own = {}
-        for name, shares in self._shares.items():
-            if "*" in name:
-                continue
-            behind = [by_id[model] for model, share in shares.items() if share and model in by_id]
+        for name in self.aliases():
+            behind = [by_id[model] for model in self.behind(name) if model in by_id]
             if behind:
                 own[name] = _card(name, behind)
         return list((by_id | own).values())

@@ -53,6 +53,8 @@ class ModelCard:
     """The longest prompt and response together; None: not known."""
     context_is_of_prompt: bool = False
     """`context_tokens` is for the prompt alone: a response that reaches it just ends."""
+    engine: str | None = None
+    """The engine, if that was found out by its own API."""
 
 
 class BodyFacts(NamedTuple):
@@ -298,7 +300,8 @@ def kept_cards(before: dict[str, ModelCard] | None, cards: Iterable[ModelCard]) 
 
 
 def _says_same(one: ModelCard, other: ModelCard) -> bool:
-    if (one.parent, one.context_tokens) != (other.parent, other.context_tokens) or len(one.raw) != len(other.raw):
+    told = one.parent, one.context_tokens, one.engine
+    if told != (other.parent, other.context_tokens, other.engine) or len(one.raw) != len(other.raw):
         return False
     return one.raw == other.raw or _ASKED.sub(b"", one.raw) == _ASKED.sub(b"", other.raw)
 
@@ -340,7 +343,14 @@ def error_body(error: LbError, path: str = "") -> bytes:
     return _error_body(said, facts.status, path)
 
 
+_OLLAMA_PATHS: Final = re.compile(
+    r"/api/(?:chat|generate|embed|embeddings|show|tags|ps|version|pull|push|create|copy|delete|blobs/.*)/?"
+)
+
+
 def _error_body(said: Mapping[str, object], status: int, path: str) -> bytes:
+    if _OLLAMA_PATHS.fullmatch(path):
+        return orjson.dumps({"error": said["message"]})
     if path.startswith(_ANTHROPIC_PATH):
         other = "api_error" if status >= 500 or not status else "invalid_request_error"
         return orjson.dumps({"type": "error", "error": {**said, "type": _ANTHROPIC_TYPES.get(status, other)}})
@@ -348,11 +358,13 @@ def _error_body(said: Mapping[str, object], status: int, path: str) -> bytes:
 
 
 def error_event(error: LbError, path: str = "") -> bytes:
-    """Return an SSE event that makes the SDK of that API raise in the middle of a stream."""
+    """Return an SSE event, or a line of Ollama's, that makes the SDK of that API raise in the middle of a stream."""
     return _error_event(error_body(error, path), path)
 
 
 def _error_event(body: bytes, path: str) -> bytes:
+    if _OLLAMA_PATHS.fullmatch(path):
+        return body + b"\n"
     name = b"event: error\n" if path.startswith(_ANTHROPIC_PATH) else b""
     return b"%bdata: %b\n\n" % (name, body)
 

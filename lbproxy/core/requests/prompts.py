@@ -192,6 +192,15 @@ def _tokens(body: Mapping[str, object]) -> _Plan:
     return _texts(_listed(body.get("token_ids")))
 
 
+def _ollama_chat(body: Mapping[str, object]) -> _Plan:
+    return [*_tools(body.get("tools")), (_add_pictured, _listed(body.get("messages")))]
+
+
+def _ollama_generate(body: Mapping[str, object]) -> _Plan:
+    pictures: _Plan = [(_add_picture, _listed(body.get("images")))]
+    return [*_system(body.get("system")), *_texts(body.get("context")), *pictures, *_texts(body.get("prompt"))]
+
+
 chat_prompt: Final = PromptFormat(_chat, _quick_chat)
 """/v1/chat/completions: `tools`, then each message's role, contents and tool calls, in order."""
 messages_prompt: Final = PromptFormat(_messages)
@@ -207,6 +216,10 @@ generate_prompt: Final = PromptFormat(_generate)
 """SGLang's /generate: `text` or `input_ids`, one or several."""
 tokens_prompt: Final = PromptFormat(_tokens)
 """vLLM's /inference/v1/generate: `token_ids`."""
+ollama_chat_prompt: Final = PromptFormat(_ollama_chat)
+"""Ollama's /api/chat: as chat, with `images` in messages."""
+ollama_generate_prompt: Final = PromptFormat(_ollama_generate)
+"""Ollama's /api/generate: `system`, `context`, `images`, `prompt`."""
 
 
 # Parts of prompts
@@ -287,6 +300,19 @@ def _add_message(message: object, pieces: _Pieces) -> None:
         if message.get(key):
             pieces.add(_VALUE)
             pieces.add(_dump(message[key]))
+
+
+def _add_pictured(message: object, pieces: _Pieces) -> None:
+    """Add a message of Ollama's chat."""
+    _add_message(message, pieces)
+    for image in _listed(message.get("images")) if isinstance(message, dict) else ():
+        _add_picture(image, pieces)
+
+
+def _add_picture(image: object, pieces: _Pieces) -> None:
+    """Add an image, given as base64."""
+    if isinstance(image, str):
+        pieces.add_media(image, image_tokens(image))
 
 
 def _add_item(item: object, pieces: _Pieces) -> None:

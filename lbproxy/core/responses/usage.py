@@ -6,6 +6,7 @@
     message.usage                           the prompt, the last ones `usage` with the rest
     meta_info                               SGLang's /generate: one, or a list of them; in a stream of the text so far
     tokens_evaluated, tokens_predicted      llama.cpp's /completion and /infill
+    prompt_eval_count, eval_count           Ollama's API: in the last line of a stream
 
 The value is read where it belongs, not where the text `"usage"` occurs: clients choose what many fields of a response
 say. What is nearly always the case costs little: the object is the last of its text that is named so, and what follows
@@ -153,6 +154,9 @@ def read_native(said: dict[str, Any]) -> Usage | None:
         return _counts(meta)
     prompt, completion = _count(said.get("tokens_evaluated")), _count(said.get("tokens_predicted"))
     if prompt is None and completion is None:
+        prompt, completion = _count(said.get("prompt_eval_count")), _count(said.get("eval_count"))
+        if prompt is not None or completion is not None:
+            return Usage(prompt, None, completion)
         usage = said.get("usage")
         return _counts(usage) if type(usage) is dict else None
     timings = said.get("timings")

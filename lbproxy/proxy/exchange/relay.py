@@ -44,6 +44,7 @@ from lbproxy.core.requests.openai import error_event, event_of_response
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.request import DECODE, Usage
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
+from lbproxy.core.responses.lines import LineScanner
 from lbproxy.core.responses.objects import find_objects
 from lbproxy.core.responses.sse import BodyScanner, EventScanner, IdScanner, find_response_id
 from lbproxy.driver.request_runtime import RequestRuntime
@@ -174,10 +175,13 @@ class Relay(PayloadWatcher):
         """The client gets the endpoint's bytes unchanged; else the payload, in chunks of ours or without any."""
         ends_by_close = not head.chunked and head.length is None
         self.client_reusable = turn.keep_alive and not http10 and (self._chunked or not ends_by_close)
-        is_stream = b"text/event-stream" in head.content_type
         route = turn.request.route
+        is_lines = route.engine is not None and b"ndjson" in head.content_type
+        is_stream = is_lines or b"text/event-stream" in head.content_type
         self._scanner = (
-            EventScanner(
+            LineScanner()
+            if is_lines and not head.encoded
+            else EventScanner(
                 watch_finish=ends_by_close,
                 skip_preamble=route.skips_preamble,
                 measures=True,

@@ -33,6 +33,7 @@ from lbproxy.proxy.exchange.adapter_calls import AdapterCalls
 from lbproxy.proxy.exchange.exchanger import Exchanger
 from lbproxy.proxy.front.bodies import most_held, read_body
 from lbproxy.proxy.front.connection import CLOSE, KEEP, ClientConnection
+from lbproxy.proxy.front.ollama_lists import OllamaLists
 from lbproxy.proxy.front.overload import Overload, Unmetered
 from lbproxy.proxy.front.requests import Requests
 from lbproxy.proxy.front.socket_turn import SocketTurn
@@ -42,7 +43,7 @@ from lbproxy.proxy.request.forwarding import may_forward
 from lbproxy.proxy.request.handshake import read_handshake
 from lbproxy.proxy.request.headers import SWITCHES, RequestFields, asking_as_it_is, origin_form, read_request_fields
 from lbproxy.proxy.request.own_responses import ModelList
-from lbproxy.proxy.request.routes import ADAPTERS, HEALTH, HEALTH_PATH, Route, find_route, may_generate
+from lbproxy.proxy.request.routes import ADAPTERS, HEALTH, HEALTH_PATH, OLLAMA_LISTS, Route, find_route, may_generate
 
 logger = logging.getLogger("lbproxy")
 
@@ -98,6 +99,7 @@ class FrontEnd(web.Server):
         self._runtime = runtime
         self._models = ModelList()
         self._adapter_calls = AdapterCalls(runtime, exchanger.connections)
+        self._ollama_lists = OllamaLists(runtime, exchanger.connections)
         self._ends_at = inf
         """During shutdown: when running requests are cut."""
         self._open = 0
@@ -338,7 +340,7 @@ class FrontEnd(web.Server):
         route = find_route(request.method, record.path, lora_management=allowed, inference_paths=paths)
         if route.ours and route is not ADAPTERS and request.method != "OPTIONS":
             record.route = route.name
-            self._respond(route, turn, fields)
+            await self._respond(route, turn, fields)
             return
         if requests.draining or requests.overload.refuses is not None:
             raise requests.refusal()
@@ -373,14 +375,17 @@ class FrontEnd(web.Server):
         timeout_s, named = settings.timeouts.first_byte, settings.expose_endpoint
         turn.respond(*await self._adapter_calls.make(request, record, timeout_s=timeout_s, name_endpoints=named))
 
-    def _respond(self, route: Route, turn: Turn, fields: RequestFields) -> None:
+    async def _respond(self, route: Route, turn: Turn, fields: RequestFields) -> None:
         """GET /v1/models, or one of them: the merged models of the endpoints that are up, as far as the client may name
-        them. GET /health: a 503 from the moment that lbproxy begins to stop. Raises LbError.
+        them; or a list of Ollama's. GET /health: a 503 from the moment that lbproxy begins to stop. Raises LbError.
         """
-        if not self._runtime.any_up():
+        reading, record = self.requests.reading, turn.record
+        if route is OLLAMA_LISTS:
+            allowed, rules = reading.allowed(fields, record), self.exchanger.model_rules
+            turn.respond(200, await self._ollama_lists.body(record.path, rules, allowed))
+        elif not self._runtime.any_up():
             raise LbError(Outcome.NO_ENDPOINTS)
-        if route is not HEALTH:
-            reading, record = self.requests.reading, turn.record
+        elif route is not HEALTH:
             turn.respond(200, self._models.body(reading.model_cards(), record.path, reading.allowed(fields, record)))
         elif self.requests.last:
             raise LbError(Outcome.DRAINING)

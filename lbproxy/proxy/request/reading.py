@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from math import inf
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias, cast
 
 from lbproxy.config.tree import Settings
 from lbproxy.core.endpoints.endpoint import Endpoint
@@ -16,10 +17,12 @@ from lbproxy.core.requests.encodable import encodable_text
 from lbproxy.core.requests.forms import FormWalk, find_form_name, is_clear, read_form_model
 from lbproxy.core.requests.models import Allowed, ModelRules, other_models, resolve
 from lbproxy.core.requests.openai import (
+    MAX_TOKENS,
     NOT_NAMED,
     BodyFacts,
     ModelCard,
     Naming,
+    check_model_name,
     find_names,
     names_models,
     place_for_name,
@@ -42,6 +45,7 @@ from lbproxy.proxy.request.routes import (
     JSON_BODY,
     OTHER,
     Form,
+    Route,
     form_of,
     is_of_any_model,
     is_opaque,
@@ -113,6 +117,8 @@ class RequestReader:
             facts, prompt = large
         record.model, record.stream = facts.model, facts.stream
         placed = self._placed(record, request, facts, prompt, is_large=large is not None)
+        if request.route.engine is not None:
+            placed = placed._replace(engine=request.route.engine)
         if self._model_rules.has_settings:
             request, placed = self._with_fallbacks(request, placed, record)
         if self._bounds_models and facts.model is None:
@@ -122,8 +128,10 @@ class RequestReader:
         return request, placed
 
     def _keepalive_of(self, request: ClientRequest, record: RequestRecord) -> float:
-        """Seconds of silence after which its client gets a comment; 0 = never. HTTP/1.0 has no chunks to add one."""
-        if request.http10 or request.method == "HEAD":
+        """Seconds of silence after which its client gets a comment; 0 = never. HTTP/1.0 has no chunks to add one, and
+        lines of JSON no comments.
+        """
+        if request.http10 or request.method == "HEAD" or request.route.engine is not None:
             return 0.0
         said = request.fields.keepalive_s
         if said is None:
@@ -143,9 +151,11 @@ class RequestReader:
         """
         allowed = self.allowed(request.fields, record) if self._bounds_models else ()
         facts, request = self._read(request, large, allowed)
-        name = facts.model
         if allowed:
             self._check_models(request, facts, record, large, allowed)
+        if request.route.engine is not None:
+            facts = self._of_engine(request.route, facts)
+        name = facts.model
         if name is None or (name not in self._model_rules and not self._model_rules.has_patterns):
             return facts, request
         model = self._model_behind(name, request, record)
@@ -203,7 +213,7 @@ class RequestReader:
         one that does not to a server without it, whatever it refers to.
         """
         allowed = self.allowed(request.fields, record)
-        if not allowed:
+        if not allowed or (model is None and request.route.engine is not None):
             return model, response_id
         stored = None if response_id is None else self._runtime.stored(response_id)
         if model is None:
@@ -398,7 +408,7 @@ class RequestReader:
         if has_json(request):
             facts = read_json_body(body, large if isinstance(large, LargeJson) else None)
             if facts.model is None and is_inference:
-                model = self._only_model(None, allowed)
+                model = self._only_model(_older_name(request.route, facts.fields), allowed)
                 return facts._replace(model=model), request._replace(model=model, naming=place_for_name(body))
             if isinstance(large, LargeJson) and (outline := large.outline) is not None:
                 naming = NOT_NAMED if outline.has_long_model else find_names(body, outline)
@@ -414,6 +424,23 @@ class RequestReader:
             return BodyFacts(None), request
         named = query_model(request.target)  # what is neither JSON nor a form has no other place for it
         return BodyFacts(self._only_model(named, allowed)), request
+
+    def _of_engine(self, route: Route, facts: BodyFacts) -> BodyFacts:
+        """The same by the rules of Ollama's API. Raises LbError if no endpoint has it."""
+        engine = route.engine
+        assert engine is not None
+        if not any(one.has_api(engine) for one in self._runtime.members()):
+            raise LbError(Outcome.UNKNOWN_URL)
+        fields, model = facts.fields, facts.model
+        options = fields.get("options")
+        most = options.get("num_predict") if isinstance(options, dict) else None
+        limit = most if type(most) is int and 0 < most < MAX_TOKENS else None
+        serving = self._runtime.serving
+        if model is not None and ":" not in model and model not in self._model_rules and not serving.has_listed(model):
+            latest = f"{model}:latest"
+            model = latest if serving.has_listed(latest) else model
+        stream = route.flatten is not None and fields.get("stream") is not False
+        return facts._replace(model=model, stream=stream, max_tokens=limit)
 
     def _read_custom(
         self, request: ClientRequest, large: Large | None, allowed: tuple[Allowed, ...]
@@ -441,6 +468,26 @@ class RequestReader:
         return self._served
 
 
+def _older_name(route: Route, fields: Mapping[str, object]) -> str | None:
+    """Ollama's older name of the field for a model. Raises LbError."""
+    names = [value for key, value in fields.items() if key.lower() == "name"] if route.engine is not None else []
+    if not names:
+        return None
+    check_model_name(names[0] if len(names) == 1 else None)
+    return cast("str", names[0])
+
+
+_KEEP_ALIVE: Final = re.compile(rb'(?i)_alive"|\\u00')
+
+
+def _without_keep_alive(request: ClientRequest) -> ClientRequest:
+    """The request without Ollama's `keep_alive`: of several the last one counts, in whatever case, and null is none."""
+    body = request.body
+    if len(body) <= PARSE_AT_ONCE_BYTES and _KEEP_ALIVE.search(body) is None:
+        return request
+    return request._replace(body=body.rstrip().removesuffix(b"}") + b',"keep_alive":null}')
+
+
 def for_model(
     request: ClientRequest, placed: InferenceRequest, model: str, block_bytes: int | None
 ) -> tuple[ClientRequest, InferenceRequest]:
@@ -462,6 +509,8 @@ def as_named_by(endpoint: Endpoint, request: ClientRequest) -> ClientRequest:
     that names a model too often, or in too many bytes.
     """
     model = endpoint.model or request.model
+    if request.route.engine is not None and not endpoint.client_keep_alive:
+        request = _without_keep_alive(request)
     if model is None:
         if endpoint.tier > 1 and has_json(request):
             _refuse_two_models(request)

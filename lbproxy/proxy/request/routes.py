@@ -25,6 +25,7 @@ from typing import Final, NamedTuple
 from urllib.parse import quote, unquote_to_bytes
 
 from lbproxy.config.sections.clients import path_pattern
+from lbproxy.config.sections.engines import OLLAMA
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.prompts import (
     PromptFormat,
@@ -33,6 +34,8 @@ from lbproxy.core.requests.prompts import (
     generate_prompt,
     infill_prompt,
     messages_prompt,
+    ollama_chat_prompt,
+    ollama_generate_prompt,
     responses_prompt,
     tokens_prompt,
 )
@@ -86,6 +89,8 @@ class Route(NamedTuple):
     as they change nothing. For other routes neither is known: files and batches, or the cancelling of a response."""
     is_native: bool = False
     """An engine's own API: usage is reported in its own way."""
+    engine: str | None = None
+    """It is in this engine's own API, which only its endpoints have."""
     pattern: re.Pattern[str] | None = None
     """Of `inference_paths`: matches the request target."""
 
@@ -107,6 +112,12 @@ CUSTOM = Route("custom", Body.BY_TYPE, frozenset({"GET", "HEAD", "POST", "OPTION
 ADAPTERS = Route("adapters", Body.JSON, frozenset({"POST"}), ours=True)
 """lbproxy makes these calls at every endpoint of a base model, if the settings allow it: see
 proxy/exchange/adapter_calls.py."""
+_OLLAMA = Route("ollama", Body.ANY, _GET, is_inference=False, engine=OLLAMA)
+"""What one of Ollama's servers says of all."""
+_OLLAMA_EMBED = Route("ollama_embed", Body.JSON, _POST, is_native=True, engine=OLLAMA)
+OLLAMA_LISTS = Route("models", Body.ANY, _GET, ours=True, engine=OLLAMA)
+"""lbproxy merges these lists: see proxy/front/ollama_lists.py."""
+_OLLAMA_CHANGES: Final = re.compile(r"/api/(?:pull|push|create|copy|delete|blobs/.*)")
 _LORA_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 _ROUTES = {
     "/v1/completions": Route("completions", Body.JSON, _POST, flatten=completion_prompt, is_common=True),
@@ -122,6 +133,15 @@ _ROUTES = {
     "/inference/v1/generate": Route("token_generate", Body.JSON, _POST, flatten=tokens_prompt),
     "/completion": Route("completion", Body.JSON, _PASSED_METHODS, flatten=completion_prompt, is_native=True),
     "/infill": Route("infill", Body.JSON, _PASSED_METHODS, flatten=infill_prompt, is_native=True),
+    "/": _OLLAMA,
+    "/api/version": _OLLAMA,
+    "/api/show": _OLLAMA_EMBED._replace(name="ollama"),
+    "/api/tags": OLLAMA_LISTS,
+    "/api/ps": OLLAMA_LISTS,
+    "/api/chat": _OLLAMA_EMBED._replace(name="ollama_chat", flatten=ollama_chat_prompt),
+    "/api/generate": _OLLAMA_EMBED._replace(name="ollama_generate", flatten=ollama_generate_prompt),
+    "/api/embed": _OLLAMA_EMBED,
+    "/api/embeddings": _OLLAMA_EMBED,
     "/v1/realtime": Route("realtime", Body.BY_TYPE, _PASSED_METHODS),
     **{
         f"/{name}": Route(name, Body.JSON, _PASSED_METHODS)
@@ -158,6 +178,8 @@ def find_route(method: str, path: str, *, lora_management: bool = False, inferen
     served = served_path(path)
     if served is None:
         raise LbError(Outcome.UNKNOWN_URL)
+    if _OLLAMA_CHANGES.fullmatch(served):
+        raise LbError(Outcome.FORBIDDEN, "Models are not changed through the load balancer.")
     route = _ROUTES.get(served)
     if route is None and not path.startswith("/v1/"):
         route = _custom_route(path, inference_paths)

@@ -190,7 +190,7 @@ def models_body(
         "id": model,
         "object": "model",
         "created": created,
-        "owned_by": engine,
+        "owned_by": "library" if engine == "ollama" else engine,
         "root": model,
         "parent": None,
         "max_model_len": max_model_len,

@@ -38,6 +38,7 @@ from lbproxy.sim.mock.sabotage import Handler, Saboteur
 from lbproxy.sim.mock.serving.desk import Desk, client_request_id, detail, fields_of, json_response
 from lbproxy.sim.mock.serving.driver import Driver
 from lbproxy.sim.mock.serving.generation import Generation
+from lbproxy.sim.mock.serving.ollama import Ollama
 from lbproxy.sim.mock.serving.provider import API, Provider
 from lbproxy.sim.mock.serving.published import CLEAR_PATH, PublishedKv
 from lbproxy.sim.mock.serving.reading import RequestHandlers
@@ -149,6 +150,8 @@ class MockServer:
             application.on_response_prepare.append(provider.sign)
             application.add_routes([*provider.routes(api), *self._saboteur.routes()])
             return application
+        if self.options.engine == "ollama":
+            api += Ollama(self._desk).routes()
         application = self._bare_application(_vllm_errors)
         application.add_routes(
             [

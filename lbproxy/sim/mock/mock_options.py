@@ -12,7 +12,7 @@ from lbproxy.sim.engine.presets import PRESETS, Preset
 from lbproxy.sim.mock.adapters import MAX_ADAPTERS, Adapters
 from lbproxy.sim.mock.faults import parse_faults
 
-ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp"}
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp", "ollama": "Ollama"}
 """Whom it can play, by the name that the settings of lbproxy use, and what each is called."""
 ROLES = ("both", "prefill", "decode")
 CONNECTORS = {"nixl": "vllm", "shared-storage": "vllm", "sglang": "sglang", "mooncake": "vllm"}
@@ -50,7 +50,7 @@ class MockOptions:
     speed: float = 1.0
     seed: int = 0
     """The seed of responses and of jitter. Servers with the same seed answer alike."""
-    engine: Literal["vllm", "sglang", "llamacpp"] = "vllm"
+    engine: Literal["vllm", "sglang", "llamacpp", "ollama"] = "vllm"
     """Whose name its models carry, and how it describes itself; all else is vLLM's. Only vLLM shows metrics: the others
     do not unless they are told to."""
     metric_names: Literal["current", "old"] = "current"

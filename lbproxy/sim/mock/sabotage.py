@@ -162,9 +162,9 @@ class Saboteur:
         return response
 
 
-def stream_response(request: web.Request) -> web.StreamResponse:
+def stream_response(request: web.Request, kind: str = "text/event-stream; charset=utf-8") -> web.StreamResponse:
     """What a handler streams into: aiohttp's own, or one with the fault that was chosen for this request."""
-    headers = {"Content-Type": "text/event-stream; charset=utf-8"}
+    headers = {"Content-Type": kind}
     fault = request.get(_CHOSEN)
     return web.StreamResponse(headers=headers) if fault is None else SpoiledStream(request, fault, headers)
 

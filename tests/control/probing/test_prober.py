@@ -46,6 +46,33 @@ def down(r: Rig, name: str = "e1") -> bool:
     return r.seen(name).health is Health.DOWN
 
 
+@pytest.mark.parametrize(
+    ("owner", "version", "engine", "found"),
+    [
+        ("library", answer(b'{"version":"0.14.0"}'), "auto", "ollama"),
+        ("library", answer(b' {"version" : "0.14.0"}'), "auto", "ollama"),
+        ("library", NOT_FOUND, "auto", None),
+        ("library", answer(b"<html>"), "auto", None),
+        ("library", reset, "auto", None),
+        ("library", answer(b'{"version":"0.14.0"}'), "lmdeploy", None),
+        ("vllm", answer(b'{"version":"0.14.0"}'), "auto", None),
+    ],
+)
+def test_ollama_is_known_by_its_api(owner: str, version: Script, engine: str, found: str | None) -> None:
+    """As its models do not name it: their owner is a name space. An engine that names itself is not asked."""
+
+    async def main() -> None:
+        listed = answer(b'{"data":[{"id":"a","owned_by":"%b"},{"id":"b"}]}' % owner.encode())
+        async with ScriptedEndpoint({"/v1/models": listed, "/api/version": version}) as server, rig() as r:
+            said = await ask_models(replace(spec(server), engine=engine), r.connections, 5.0)
+            assert said.cards is not None
+            assert [one.engine for one in said.cards] == [found, found]
+            asked = any(one.path == "/api/version" for one in server.requests)
+            assert asked == (owner == "library" and engine == "auto")
+
+    run(main())
+
+
 def test_models_are_known_before_the_endpoint_is_up() -> None:
     """Else the first requests would be placed on endpoints that do not serve their model."""
 

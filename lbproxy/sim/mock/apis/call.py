@@ -138,7 +138,13 @@ def garbled(choice: PlannedChoice) -> PlannedChoice:
 
 
 class Writer(Protocol):
-    """The server-sent events of one streamed response, in the form of one API."""
+    """The server-sent events of one streamed response, in the form of one API; or its lines."""
+
+    content_type: str = "text/event-stream; charset=utf-8"
+
+    def failed(self, error: EngineError) -> bytes:
+        """As recorded of vLLM whose engine dies: the head has gone out with 200."""
+        return b"data: " + error.body() + b"\n\ndata: [DONE]\n\n"
 
     def accepted(self, choices: Sequence[PlannedChoice]) -> bytes:
         """What goes out with the head, before anything is computed."""

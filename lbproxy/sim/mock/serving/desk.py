@@ -148,7 +148,7 @@ async def stream(
     request: web.Request, writer: Writer, flight: Flight, ended: Callable[[], None] | None = None
 ) -> web.StreamResponse:
     """Write a flight's tokens as they come. `ended` is called before the client can know that it has."""
-    response = stream_response(request)
+    response = stream_response(request, writer.content_type)
     # vLLM, too, sends the head as soon as the request is accepted, long before the first token.
     await response.prepare(request)
     accepted = writer.accepted(flight.choices)
@@ -178,8 +178,7 @@ async def stream(
         if flight.leg is not None:
             await flight.leg.transferred()
     except EngineError as error:
-        # As recorded of vLLM whose engine dies: the head has gone out with 200.
-        await response.write(b"data: " + error.body() + b"\n\ndata: [DONE]\n\n")
+        await response.write(writer.failed(error))
         await response.write_eof()
         return response
     if ended is not None:
