@@ -11,10 +11,10 @@ memory may allow less. Otherwise it shows in three ways, and each sets the limit
 - Without reports and streams: responses that take longer than their length explains (`core.capacity.trends`), or
   stalled streams show that the space is used up (`core.capacity.space`).
 
-A limit that nobody reports moves prices at once. Requests are held for it, and refused, only once something shows that
-they wait for others to end (`Evidence`), as first bytes may vary for any reason: at late first bytes, one after the
-other, the same number runs, where requests that do not wait for one another vary by as much as their mean; or whole
-responses certainly take longer the more requests are there.
+Requests are held for a limit that nobody reports, and refused, only once something shows that they wait for others to
+end (`Evidence`), as first bytes may vary for any reason: at late first bytes, one after the other, the same number
+runs, where requests that do not wait for one another vary by as much as their mean; or whole responses certainly take
+longer the more requests are there. Until then late first bytes do not move prices either; whole responses do.
 
 The limit is infinite before the first of these. It grows while it is reached and nothing waits: by one for each first
 byte in time, or by steps that double with each report in a row. This is the additive increase of a congestion window
@@ -73,10 +73,11 @@ ASSUMED_RESPONSE_S: Final = 1.0
 class Evidence:
     """Whether requests wait in an engine that does not report it."""
 
-    __slots__ = ("_growth", "_running", "is_shown", "late_in_row")
+    __slots__ = ("_growth", "_running", "is_needed", "is_shown", "late_in_row")
 
     def __init__(self) -> None:
-        self.is_shown = False
+        self.is_shown = self.is_needed = False
+        """Needed if late first bytes showed the limit, which may come late for any reason."""
         self.late_in_row = 0
         """Late first bytes since one was in time."""
         self._running = Regression(RUNNING_OF)
@@ -190,9 +191,10 @@ class Slots:
 
     def wait_ms(self, in_flight: float, now: float) -> float:
         """How long a request waits behind `in_flight` others until it is started, in milliseconds. 0 below the
-        limit.
+        limit, and while that is only what ran when first bytes were late.
         """
-        waiting = in_flight + 1.0 - self.limit
+        is_guess = self._evidence.is_needed and now > self.reported_until and not self._evidence.is_shown
+        waiting = in_flight + 1.0 - (self._reported_limit if is_guess else self.limit)
         return 1000.0 * waiting / self.rate(now) if waiting > 0.0 else 0.0
 
     def longest_wait_s(self, now: float) -> float:
@@ -231,12 +233,12 @@ class Slots:
 
     # What shows the limit
 
-    def _found(self, limit: float, by_space: bool, *, bounded: bool = False) -> None:
+    def _found(self, limit: float, by_space: bool, *, bounded: bool = False, by_first_bytes: bool = False) -> None:
         """Note a limit that something shows. `by_space`: the KV cache is full with so many. `bounded`: the engine does
-        not run more than it reports, whatever this says.
+        not run more than it reports, whatever this says. `by_first_bytes`: they are late with so many.
         """
         self.limit = max(1.0, min(self._reported_limit, limit) if bounded else limit)
-        self.limited_by_space = by_space
+        self.limited_by_space, self._evidence.is_needed = by_space, by_first_bytes
 
     def limit_reported(self, limit: int) -> None:
         """Note the limit that the engine reports. Memory may allow less, which is still found."""
@@ -277,7 +279,8 @@ class Slots:
         self._evidence.late_in_row = 0
         self._in_time_at = now
         if before > self.limit and before >= self.limit + self.allowance(now) - 1.0:
-            self._found(self.limit + 1.0, self.limited_by_space, bounded=True)
+            late = self._evidence.is_needed
+            self._found(self.limit + 1.0, self.limited_by_space, bounded=True, by_first_bytes=late)
 
     def first_byte_late(self, running: float, before: float, waited_s: float, now: float) -> None:
         """Note a late first byte. `running`: requests that run with it, or ran and were returned to the engine's queue.
@@ -289,12 +292,12 @@ class Slots:
         self._evidence.late(running)
         if self._evidence.late_in_row >= LATE_IN_ROW:
             seen = before + 1.0 - waited_s * self.rate(now)
-            self._found(min(running, 0.5 * (min(self.limit, running) + seen)), False)
+            self._found(min(running, 0.5 * (min(self.limit, running) + seen)), False, by_first_bytes=True)
 
     def first_byte_overdue(self, since: float, running: float, now: float) -> None:
         """Note a first byte that should have arrived at `since` and has not."""
-        if now > self.reported_until and self._in_time_at < since:
-            self._found(min(self.limit, running), self.limited_by_space)
+        if now > self.reported_until and self._in_time_at < since and running < self.limit:
+            self._found(running, self.limited_by_space, by_first_bytes=True)
 
     def learn_limit(
         self, waiting: float, running: float | None, explained: float, *, cache: float, until: float

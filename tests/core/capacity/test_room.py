@@ -290,7 +290,10 @@ def test_a_limit_that_late_first_bytes_show_holds_once_an_even_number_runs() -> 
     assert slots.limit == pytest.approx(64.0, abs=3.0)
     assert slots.is_full(slots.limit + 10.0, 12.0)
     assert not varied.is_full(varied.limit + 100.0, 12.0)
-    assert varied.wait_ms(varied.limit + 10.0, 12.0) > 0.0, "prices know"
+    assert slots.wait_ms(slots.limit + 10.0, 12.0) > 0.0
+    assert varied.wait_ms(varied.limit + 10.0, 12.0) == 0.0, "nor do prices count it"
+    varied.limit_estimated(20.0)
+    assert varied.wait_ms(30.0, 12.0) > 0.0, "whole responses show more"
     slots.first_byte_in_time(0.0, 13.0)
     assert slots.is_full(slots.limit + 10.0, 13.0), "one in time changes nothing"
 
