@@ -196,6 +196,8 @@ def find_route(method: str, path: str, *, lora_management: bool = False, inferen
     elif path not in {served, f"{served}/"}:
         raise _ambiguous(served)
     if method not in route.methods:
+        if served == "/":
+            raise LbError(Outcome.UNKNOWN_URL)  # which only one engine has, and only to be read
         raise LbError(Outcome.METHOD_NOT_ALLOWED, allow=", ".join(sorted(route.methods)))
     return route
 
