@@ -75,10 +75,6 @@ class Printed:
         self._out.flush()
 
 
-def _briefly(row: Row) -> str:
-    return f"{row.name} {row.share:.0%}" + ("" if row.good else f" ({row.state})")
-
-
 def _trouble(found: Figures) -> str:
     return f"{found.failed} failed, {found.cut} cut"
 

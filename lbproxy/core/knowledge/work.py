@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import islice, takewhile
+from itertools import takewhile
 from typing import Final
 
 from lbproxy.core.knowledge.placement import FREED_S, NEVER, Placement
@@ -84,14 +84,6 @@ class Work:
     def recent_tokens(self, now: float) -> float:
         """Prefill work placed here recently, with a time constant of three minutes."""
         return self._recent * math.exp((self._recent_at - now) / RECENT_S)
-
-    def placed_since(self, since: float) -> int:
-        """How many of the pending requests were placed after that. O(their number)."""
-        return sum(1 for _ in takewhile(lambda one: one.placed_at > since, reversed(self.pending)))
-
-    def last_tokens(self, count: int) -> float:
-        """The prefill work of the last `count` pending requests. O(count)."""
-        return sum(one.work for one in islice(reversed(self.pending), count)) if count else 0.0
 
     def non_streaming_before(self, placement: Placement) -> list[Placement]:
         """Non-streaming requests that are pending before `placement`."""
