@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
+import time
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Final
@@ -158,15 +159,17 @@ class RedisStore:
             pipe = self._redis.pipeline(transaction=False)
             pipe.set(self._key("day", name), use, px=DAYS_KEPT * 86_400_000)
             pipe.sadd(self._key("days"), name)
+            pipe.expire(self._key("days"), DAYS_KEPT * 86_400)
             await pipe.execute()
 
     async def days(self, first: str) -> list[bytes]:
+        oldest = time.strftime("%Y-%m-%d", time.gmtime(time.time() - DAYS_KEPT * 86_400))
         async with _bounded():
-            found = _ids(await self._redis.smembers(self._key("days")), MAX_DAYS)
-            wanted = [name for name in found if name >= first]
-            uses = await self._redis.mget([self._key("day", name) for name in wanted]) if wanted else []
-            gone = [name for name, use in zip(wanted, uses, strict=True) if use is None]
-            if gone:
+            listed = await self._redis.smembers(self._key("days"))
+            known = [name for name in _ids(listed, MAX_DAYS) if name >= oldest]
+            wanted = [self._key("day", name) for name in known if name >= first]
+            uses = await self._redis.mget(wanted) if wanted else []
+            if gone := listed.difference(name.encode() for name in known):
                 await self._redis.srem(self._key("days"), *gone)
         return [use for use in uses if use is not None]
 

@@ -488,7 +488,8 @@ class Proxy:
         replication, lines = self.replication, None
         if replication is not None and not own:
             lines = await replication.days(first_day(days))
-        known = {(one.day, one.id): one for one in (*days_in(b"".join(lines or ())), *uses)}
+        others = await asyncio.to_thread(days_in, b"".join(lines)) if lines else []
+        known = {(one.day, one.id): one for one in (*others, *uses)}
         is_sum = replication is None or lines is not None
         return {"kept": kept, "all_replicas": is_sum, "rows": rows_of(known.values(), days)}
 

@@ -52,6 +52,25 @@ async def exchange(url: str) -> None:
         await two.close()
 
 
+def test_days_are_kept_for_as_long_as_they_are_shown(tmp_path: Path) -> None:
+    """What is older, or was written by somebody else, is not listed for ever."""
+    today = time.strftime("%Y-%m-%d", time.gmtime())
+
+    async def days(store: RedisStore) -> None:
+        for name in ("2020-01-01.a", f"{today}.a", f"{today}.b"):
+            await store.keep_day(name, name.encode())
+        assert sorted(await store.days("2020-01-01")) == [f"{today}.{one}".encode() for one in "ab"]
+        assert await store.days("9999-01-01") == []
+        await store.close()
+
+    with redis_server(tmp_path) as server:
+        server.call("SADD", "{lbproxy:p}:days", "no name \n")
+        run(days(RedisStore(server.url, "p")))
+        assert len(server.call("SMEMBERS", "{lbproxy:p}:days")) == 2
+        left_s = [int(server.call("TTL", key)) for key in server.call("KEYS", "*")]
+        assert all(399 * 86_400 < one <= 400 * 86_400 for one in left_s), left_s
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_two_replicas_exchange_batches(tmp_path: Path, program: str) -> None:
     if program not in INSTALLED:
