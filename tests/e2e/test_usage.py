@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -47,6 +50,47 @@ def test_tokens_by_day_also_after_a_kill(tmp_path: Path, capsys: pytest.CaptureF
     settings = tmp_path / "left.yaml"
     settings.write_text(f"endpoints: ['http://127.0.0.1:9']\nstate: {{file: {file}}}\n")
     assert used("--config", str(settings)) == row
+
+
+def test_tokens_of_streams_that_report_none_are_estimated_within_a_tenth(tmp_path: Path) -> None:
+    """Chat and completions of any length; one of five asks for usage, in a flow of its own."""
+    requests = int(os.environ.get("LBPROXY_TEST_REQUESTS", "150"))  # 10,000 by hand
+    rng = random.Random(7)
+    expected = {"asks": 0, "silent": 0}
+
+    def stream(client: httpx.Client, number: int, tokens: int) -> None:
+        asks = number % 5 == 0
+        prompt = f"{number} " + "x " * tokens
+        said = {"messages": [{"role": "user", "content": prompt}]} if number % 2 else {"prompt": prompt}
+        body = {"model": "m", "max_tokens": tokens, "ignore_eos": True, "stream": True, **said}
+        path = "chat/completions" if number % 2 else "completions"
+        flow = {"x-lbproxy-flow": "asks" if asks else "silent"}
+        more = {"stream_options": {"include_usage": True}} if asks else {}
+        response = client.post(f"/v1/{path}", json={**body, **more}, headers=flow)
+        assert response.status_code == 200, response.text
+        assert ('"usage":{' in response.text) == asks
+
+    fast = ["--model", "m", "--speed", "50"]
+    with (
+        mock(*fast) as (_, one),
+        mock(*fast, "--engine", "llamacpp") as (_, two),
+        lbproxy(tmp_path, [one, two]) as (process, listen, admin),
+        httpx.Client(base_url=listen, timeout=60) as client,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        process.wait_for("serves m")
+        sent = []
+        for number in range(requests):
+            tokens = rng.randrange(5, 200)
+            expected["asks" if number % 5 == 0 else "silent"] += tokens
+            sent.append(pool.submit(stream, client, number, tokens))
+        for one_sent in sent:
+            one_sent.result()
+        rows = httpx.get(f"{admin}/admin/usage").json()["rows"]
+    found = {row["flow"]: row["completion"] for row in rows}
+    assert found["asks"] == expected["asks"]
+    assert found["silent"] == pytest.approx(expected["silent"], rel=0.1)
+    assert [row["estimated"] > 0 for row in sorted(rows, key=lambda row: row["flow"])] == [False, True]
 
 
 def test_where_nothing_keeps_it_that_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

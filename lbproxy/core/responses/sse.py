@@ -57,6 +57,10 @@ _SPAN_BYTES: Final = 24
 _AGREE_BYTES: Final = 4
 """Two events must agree on what they consist of beside text, but for about a token. One may have more than all others,
 such as the role: what it has more would be taken from the text of each."""
+_ENDING_EVENTS: Final = 4
+"""A stream has at most so many events without text, beside its preamble: with the role, the reason of its end, usage,
+and `[DONE]`.
+"""
 _ANY_SIZE: Final = 1 << 60
 _LAST: Final = re.compile(
     r"message_stop|error|response\.(?:completed|failed|incomplete)"
@@ -97,8 +101,6 @@ class EventScanner:
         self.is_opaque = False
         """Its events cannot be read, such as lines of JSON, or that end with CR: they are not, or not all, counted."""
         self._skip_preamble = skip_preamble
-        self._has_data = False
-        """A line of data began."""
         self._line = b""
         self.at_boundary = True
         """The last byte so far ended an event, or there was none yet."""
@@ -106,6 +108,8 @@ class EventScanner:
         self._usage = StreamUsage()
         self.text_bytes = 0
         """Bytes of what the model wrote, about. With `measures` only."""
+        self._empty_events = 0
+        """Events without text, of those that were parsed."""
         self._envelope = 0
         """Bytes of an event without its text."""
         self._span = -1 if measures else _ANY_SIZE
@@ -118,7 +122,7 @@ class EventScanner:
     def feed(self, data: bytes, start: int, end: int) -> None:
         if start == end:
             return
-        found = data.count(_DATA_LINE, start, end)
+        found, before = data.count(_DATA_LINE, start, end), self.events
         self.events += found
         if self.at_boundary and data.startswith(_DATA, start, end):
             self.events += 1  # the usual beginning of a piece
@@ -126,7 +130,7 @@ class EventScanner:
             most = len(_DATA_LINE) - 1
             self.events += (self._overlap[-most:] + data[start : min(end, start + most)]).count(_DATA_LINE)
         if not self.has_content:
-            self._open(data[start:end])
+            self._open(data[start:end], before)
         self._usage.feed(data, start, end)
         reads = self._span < _ANY_SIZE or self._end is not None
         if reads and (found != 1 or not self._is_alike(data, start, end)):
@@ -207,21 +211,29 @@ class EventScanner:
                     envelope = len(line) + 2 - text
                     agree = abs(envelope - self._envelope) <= _AGREE_BYTES
                     self._envelope, self._span = envelope, _SPAN_BYTES if agree else 0
+                else:
+                    self._empty_events += 1
 
-    def _open(self, piece: bytes) -> None:
-        """Look at the next piece of the beginning."""
+    def _open(self, piece: bytes, before: int) -> None:
+        """Look at the next piece of the beginning. `before`: the events that began before it."""
         text = self._line + piece
         lines, _, rest = text.rpartition(_LINE_FEED)
         self._line = rest if len(rest) <= _NAME_BYTES else rest[:_NAME_BYTES] + rest[-1:]
         if self._skip_preamble:
             self.preamble_events += len(_PREAMBLE.findall(lines))
-        if not self._has_data:
-            self._has_data = self.events > 0
-            if not text.startswith(_DATA):
-                first = _FIRST_DATA.search(text)
-                until = len(text) if first is None else first.start()
-                self.is_opaque = _NO_DATA.fullmatch(text, 0, until) is None
+        if not before and not text.startswith(_DATA):
+            first = _FIRST_DATA.search(text)
+            until = len(text) if first is None else first.start()
+            self.is_opaque = _NO_DATA.fullmatch(text, 0, until) is None
         self.has_content = self.is_opaque or self.events > self.preamble_events
+
+    @property
+    def token_events(self) -> int:
+        """Events that stand for tokens. Those that begin and end a stream have no text. Others without it do stand
+        for some: of a character of several tokens, the last one brings the text.
+        """
+        without = self.preamble_events + min(_ENDING_EVENTS, self._empty_events - self.preamble_events)
+        return self.events - max(self.preamble_events, without if self.text_bytes else 0)
 
     @property
     def is_within(self) -> bool:

@@ -30,12 +30,7 @@ from lbproxy.core.requests.request import DECODE, PREFILL, InferenceRequest, Usa
 from lbproxy.core.requests.retry import FailureKind, UpstreamError, Verdict, may_fall_back, started, status_failure
 from lbproxy.net.connections.h1 import ResponseHead
 from lbproxy.net.connections.pool import Connection
-from lbproxy.proxy.exchange.exchanger import (
-    LARGE_BODY_BYTES,
-    Exchanger,
-    expected_prompt_tokens,
-    origin_of,
-)
+from lbproxy.proxy.exchange.exchanger import LARGE_BODY_BYTES, Exchanger, origin_of
 from lbproxy.proxy.exchange.failures import (
     NO_FAILURES,
     AttemptFailures,
@@ -71,7 +66,7 @@ from lbproxy.proxy.exchange.steps import (
     SENT,
     Step,
 )
-from lbproxy.proxy.exchange.used import used_by_body, used_by_stream, used_so_far
+from lbproxy.proxy.exchange.used import expected_prompt_tokens
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.headers import client_head
 from lbproxy.proxy.request.reading import as_named_by
@@ -376,7 +371,7 @@ class Exchange(ABC):
         transport = self.client.transport
         if transport is not None and not transport.is_closing():
             transport.write(response)
-        usage = used_by_body(record, ticket, self.request.route, head, body)
+        usage = self._shared.used.of_body(record, ticket, self.request.route, head, body)
         if ticket.request.stores and head.status < 300:
             note_stored(runtime, ticket, self.request, head, body)
         # The time of an error shows nothing of the endpoint's speed.
@@ -487,7 +482,7 @@ class Exchange(ABC):
             self.broke(result)
             return
         self.record.outcome = result
-        usage = used_by_stream(self.record, ticket, self.request.route, relay, result)
+        usage = self._shared.used.of_stream(self.record, ticket, self.request.route, relay, result)
         self._shared.runtime.close(ticket, result, usage, timed_out=relay.timed_out)
         self.finish(relay.client_reusable)
 
@@ -497,7 +492,7 @@ class Exchange(ABC):
         if ticket is None or not isinstance(relay, Relay):
             generates = self.step in {SENT, PREFILLING} and self.request.route.flatten is not None
             return estimated(None, 0) if is_left and generates else None
-        return used_so_far(self.record, ticket, self.request.route, relay, is_left=is_left)
+        return self._shared.used.so_far(self.record, ticket, self.request.route, relay, is_left=is_left)
 
     # Another attempt
 

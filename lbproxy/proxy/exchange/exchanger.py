@@ -15,13 +15,13 @@ from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.policies.explain import compact
 from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.requests.models import ModelRules
-from lbproxy.core.requests.request import BYTES_PER_TOKEN, Usage
 from lbproxy.driver.request_runtime import RequestRuntime
 from lbproxy.net.connections.h1 import ResponseHead
 from lbproxy.net.connections.patience import ClockLimits
 from lbproxy.net.connections.pool import ConnectionPool
 from lbproxy.net.dialing.above import as_ours, host_of
 from lbproxy.net.dialing.origin import Origin
+from lbproxy.proxy.exchange.used import UsedTokens
 from lbproxy.proxy.request.own_responses import rate_fields
 
 LARGE_BODY_BYTES: Final = 16 << 10
@@ -32,7 +32,13 @@ and all of them are bounded by the number of connections."""
 class Exchanger:
     """What exchanges under the same settings share. A request is served under one settings tree to its end."""
 
-    def __init__(self, settings: Settings, runtime: RequestRuntime, connections: ConnectionPool) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        runtime: RequestRuntime,
+        connections: ConnectionPool,
+        used: UsedTokens | None = None,
+    ) -> None:
         self.runtime = runtime
         self.connections = connections
         self.settings = settings
@@ -43,12 +49,13 @@ class Exchanger:
         self.engine_ids: dict[str, tuple[int, Mapping[int, str]]] = {}
         """With connector mooncake: the ids of a prefill server's engines by their ranks, by its URL; and which process
         said so (`EndpointState.process`)."""
+        self.used = used or UsedTokens()
         self.expose_endpoint = settings.expose_endpoint
         self.explain_header = settings.explain.header and settings.expose_endpoint
 
     def with_settings(self, settings: Settings) -> Exchanger:
         """The same under other settings, for new exchanges."""
-        return Exchanger(settings, self.runtime, self.connections)
+        return Exchanger(settings, self.runtime, self.connections, self.used)
 
     def note_load_report(self, head: ResponseHead, ticket: Ticket, *, wanted: bool) -> ResponseHead:
         """Report the endpoint's load. Only clients that asked for it get it."""
@@ -94,14 +101,6 @@ class Exchanger:
         return f"{fields}x-lbproxy-explain: {explanation}; queue_ms={1000.0 * record.queue_s:.1f}\r\n"
 
 
-def note_usage(record: RequestRecord, ticket: Ticket, usage: Usage) -> Usage:
-    """Record the usage that the endpoint reported, with the complete prompt in it. Returns that."""
-    if ticket.placement is not None:
-        record.note_prediction(ticket)
-    record.usage = usage = usage.resolved(expected_prompt_tokens(ticket))
-    return usage
-
-
 def _ascii(model: str | None) -> str:
     return (model or "").encode("ascii", "backslashreplace").decode("ascii")
 
@@ -110,20 +109,3 @@ def origin_of(ticket: Ticket) -> Origin:
     """Where a placed request is sent."""
     endpoint = ticket.placed_state.endpoint
     return Origin.parse(endpoint.base_url, endpoint.tls, endpoint.proxy)
-
-
-def bytes_per_token(ticket: Ticket) -> float:
-    """About how many bytes of text a token has, as far as the prompt of a placed request shows that. Not more than
-    usual: what clients send must not make tokens look larger.
-    """
-    request = ticket.request
-    if not request.prompt_bytes or request.media_tokens:
-        return BYTES_PER_TOKEN
-    return min(BYTES_PER_TOKEN, max(1.0, request.prompt_bytes / expected_prompt_tokens(ticket)))
-
-
-def expected_prompt_tokens(ticket: Ticket) -> float:
-    """About how long the prompt of a placed request is."""
-    if ticket.placement is not None:
-        return ticket.placement.prompt_tokens
-    return ticket.predicted_prompt_tokens or ticket.request.body_bytes / 4.0

@@ -47,6 +47,7 @@ from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.core.responses.lines import LineScanner
 from lbproxy.core.responses.objects import find_objects
 from lbproxy.core.responses.sse import BodyScanner, EventScanner, IdScanner, find_response_id
+from lbproxy.core.responses.text_rate import tokens_of
 from lbproxy.driver.request_runtime import RequestRuntime
 from lbproxy.net.connections.h1 import PayloadWatcher, ResponseHead
 from lbproxy.net.connections.pool import Connection
@@ -496,11 +497,16 @@ class Relay(PayloadWatcher):
             return self._scanner.usage
         return None if self._body is None else self._body.usage
 
+    @property
+    def text_bytes(self) -> int:
+        """Bytes of what the endpoint wrote so far; 0 = not known."""
+        return 0 if self._scanner is None else self._scanner.text_bytes
+
     def generated(self, bytes_per_token: float) -> int:
         """About how many tokens the endpoint has written so far, by what it sent: at least one for each event."""
         scanner = self._scanner
         if scanner is not None and not scanner.is_opaque:
-            return max(scanner.events - scanner.preamble_events, ceil(scanner.text_bytes / bytes_per_token))
+            return tokens_of(scanner.token_events, scanner.text_bytes, bytes_per_token)
         if self._body is not None:
             return ceil(self._body.size / bytes_per_token)
         size = self._record.response_bytes

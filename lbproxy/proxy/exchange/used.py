@@ -8,49 +8,84 @@ from math import ceil
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.requests.outcome import Outcome
-from lbproxy.core.requests.request import Usage, estimated
+from lbproxy.core.requests.request import BYTES_PER_TOKEN, Usage, estimated
+from lbproxy.core.responses.text_rate import TextRate
 from lbproxy.core.responses.usage import read_usage
 from lbproxy.net.connections.h1 import ResponseHead
-from lbproxy.proxy.exchange.exchanger import bytes_per_token, expected_prompt_tokens, note_usage
 from lbproxy.proxy.exchange.relay import Relay, is_json
 from lbproxy.proxy.request.routes import Route
 
 
-def used_by_body(record: RequestRecord, ticket: Ticket, route: Route, head: ResponseHead, body: bytes) -> Usage | None:
-    """Of a response that came complete. What was reported is noted in the record."""
-    usage = read_usage(body, native=route.is_native) if is_json(head) else None
-    completion = None
-    if usage is not None:
-        usage = note_usage(record, ticket, usage)
-        completion = usage.completion_tokens
-    if completion is None and body and _generates(route, head.status, head.content_type):
-        usage = estimated(usage, ceil(len(body) / (1.0 if head.encoded else bytes_per_token(ticket))))
+class UsedTokens:
+    """Finds out what responses have used. What was reported is noted in their records."""
+
+    def __init__(self) -> None:
+        self._rate = TextRate()
+
+    def of_body(
+        self, record: RequestRecord, ticket: Ticket, route: Route, head: ResponseHead, body: bytes
+    ) -> Usage | None:
+        """Of a response that came complete."""
+        usage = read_usage(body, native=route.is_native) if is_json(head) else None
+        completion = None
+        if usage is not None:
+            usage = _note_usage(record, ticket, usage)
+            completion = usage.completion_tokens
+        if completion is None and body and _generates(route, head.status, head.content_type):
+            usage = estimated(usage, ceil(len(body) / (1.0 if head.encoded else self._bytes_per_token(ticket))))
+        return usage
+
+    def of_stream(
+        self, record: RequestRecord, ticket: Ticket, route: Route, relay: Relay, ended: Outcome
+    ) -> Usage | None:
+        """Of a response that was relayed and `ended` so."""
+        usage = relay.usage
+        if usage is not None:
+            usage = _note_usage(record, ticket, usage)
+        reported = None if usage is None else usage.completion_tokens
+        if reported is not None and ended is Outcome.COMPLETED:
+            self._rate.learn(relay.text_bytes, reported)
+        elif _wrote_text(relay, route, record.status):
+            # What was reported of a response that broke is what it had at its first event, or in one of its choices.
+            usage = estimated(usage, max(reported or 0, relay.generated(self._bytes_per_token(ticket))))
+        return usage
+
+    def so_far(
+        self, record: RequestRecord, ticket: Ticket, route: Route, relay: Relay, *, is_left: bool
+    ) -> Usage | None:
+        """Of a response that ends early: what the endpoint wrote until then; and if the client left before any of it
+        came (`is_left`), what it is likely to have written. None: nothing that counts.
+        """
+        if not _wrote_text(relay, route, record.status):
+            return None
+        usage, generated = relay.usage, relay.generated(self._bytes_per_token(ticket))
+        if usage is not None:
+            usage = usage.resolved(expected_prompt_tokens(ticket))
+            generated = max(generated, usage.completion_tokens or 0)
+        return estimated(usage, generated) if generated or is_left else None
+
+    def _bytes_per_token(self, ticket: Ticket) -> float:
+        """About how many bytes of text a token of the response to a placed request has."""
+        request = ticket.request
+        is_text = request.prompt_bytes and not request.media_tokens
+        return self._rate.bytes_per_token(
+            request.prompt_bytes / expected_prompt_tokens(ticket) if is_text else BYTES_PER_TOKEN
+        )
+
+
+def expected_prompt_tokens(ticket: Ticket) -> float:
+    """About how long the prompt of a placed request is."""
+    if ticket.placement is not None:
+        return ticket.placement.prompt_tokens
+    return ticket.predicted_prompt_tokens or ticket.request.body_bytes / 4.0
+
+
+def _note_usage(record: RequestRecord, ticket: Ticket, usage: Usage) -> Usage:
+    """Record the usage that the endpoint reported, with the complete prompt in it. Returns that."""
+    if ticket.placement is not None:
+        record.note_prediction(ticket)
+    record.usage = usage = usage.resolved(expected_prompt_tokens(ticket))
     return usage
-
-
-def used_by_stream(record: RequestRecord, ticket: Ticket, route: Route, relay: Relay, ended: Outcome) -> Usage | None:
-    """Of a response that was relayed and `ended` so. What was reported is noted in the record."""
-    usage = relay.usage
-    if usage is not None:
-        usage = note_usage(record, ticket, usage)
-    reported = None if usage is None else usage.completion_tokens
-    if _wrote_text(relay, route, record.status) and (reported is None or ended is not Outcome.COMPLETED):
-        # What was reported of a response that broke is what it had at its first event, or in one of its choices.
-        usage = estimated(usage, max(reported or 0, relay.generated(bytes_per_token(ticket))))
-    return usage
-
-
-def used_so_far(record: RequestRecord, ticket: Ticket, route: Route, relay: Relay, *, is_left: bool) -> Usage | None:
-    """Of a response that ends early: what the endpoint wrote until then; and if the client left before any of it came
-    (`is_left`), what it is likely to have written. None: nothing that counts.
-    """
-    if not _wrote_text(relay, route, record.status):
-        return None
-    usage, generated = relay.usage, relay.generated(bytes_per_token(ticket))
-    if usage is not None:
-        usage = usage.resolved(expected_prompt_tokens(ticket))
-        generated = max(generated, usage.completion_tokens or 0)
-    return estimated(usage, generated) if generated or is_left else None
 
 
 def _wrote_text(relay: Relay, route: Route, status: int) -> bool:
