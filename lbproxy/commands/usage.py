@@ -18,7 +18,7 @@ from lbproxy.commands.client import AdminClient, AdminError, Fields
 from lbproxy.commands.tables import tokens
 from lbproxy.config.tree import Settings
 from lbproxy.control.saving.state_file import read
-from lbproxy.control.saving.usage_file import read_usage, rows_of, usage_path
+from lbproxy.control.saving.usage_file import once, read_usage, rows_of, usage_path
 from lbproxy.core.saved.reading import SavedError
 
 COUNTS = ("prompt_uncached", "prompt_cached", "completion", "estimated")
@@ -61,12 +61,12 @@ def _of_files(settings: Settings, days: int) -> Fields:
     if path is None:
         raise AdminError("no lbproxy responds, and without `state.file` in the settings none left anything")
     try:
-        uses = {(one.day, one.id): one for one in read_usage(usage_path(path))}
+        uses = read_usage(usage_path(path))
         with contextlib.suppress(FileNotFoundError):
-            uses |= read(path).tokens
+            uses += read(path).tokens.values()
     except (OSError, SavedError) as error:
         raise AdminError(f"no lbproxy responds, and {path} cannot be used: {error}") from None
-    return {"kept": True, "all_replicas": settings.replicas.url is None, "rows": rows_of(uses.values(), days)}
+    return {"kept": True, "all_replicas": settings.replicas.url is None, "rows": rows_of(once(uses), days)}
 
 
 def added(rows: Sequence[Fields]) -> list[Fields]:

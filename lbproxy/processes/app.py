@@ -41,7 +41,7 @@ from lbproxy.control.probing.prober import Prober
 from lbproxy.control.probing.roles import RoleWatch
 from lbproxy.control.probing.scraper import Scraper, Scraping
 from lbproxy.control.saving.keeper import Keeper
-from lbproxy.control.saving.usage_file import days_in, first_day, rows_of
+from lbproxy.control.saving.usage_file import days_in, first_day, once, rows_of
 from lbproxy.control.sleeping.driver import SleepDriver
 from lbproxy.control.telemetry.history import History
 from lbproxy.control.telemetry.memory import Memory
@@ -213,6 +213,7 @@ class Proxy:
             self.runtime.drained |= {*inherited.drained}
             self.members.begin(self.discovery.endpoints())
             self._start_sources()
+            self.keeper.has_predecessor |= inherited.has_predecessor
             await self.keeper.restore(None if self.replication is None else await self.replication.join())
             if inherited.has_predecessor:
                 await self.endpoint_comes_up(SUCCESSOR_WAITS_S)
@@ -489,9 +490,8 @@ class Proxy:
         if replication is not None and not own:
             lines = await replication.days(first_day(days))
         others = await asyncio.to_thread(days_in, b"".join(lines)) if lines else []
-        known = {(one.day, one.id): one for one in (*others, *uses)}
         is_sum = replication is None or lines is not None
-        return {"kept": kept, "all_replicas": is_sum, "rows": rows_of(known.values(), days)}
+        return {"kept": kept, "all_replicas": is_sum, "rows": rows_of(once([*others, *uses]), days)}
 
     def origin(self, name: str) -> str:
         added = self.overlay.added.get(name)
@@ -506,7 +506,7 @@ class Proxy:
 
     async def _follow_restarts(self, orders: Orders) -> None:
         await hand_over(orders.restart, orders.command, self._before_restart, self.notifier)
-        self.keeper.release()
+        self.keeper.hand_over()
         self.plane.stop_accepting()
         if self.admin is not None:
             self.admin.stop_accepting()

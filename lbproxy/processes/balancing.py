@@ -94,6 +94,7 @@ class Balancing:
         self._proxy = app.Proxy(settings, _Told(supervisor), self._make_plane, first_uid, self._log)
         self._proxy.overlay = overlay
         self._proxy.keeper.counted = _counted(start.counted)
+        self._proxy.keeper.has_predecessor = start.succeeds and not start.generation
 
     async def run(self) -> None:
         """Until it is told to stop."""
@@ -135,7 +136,7 @@ class Balancing:
         elif isinstance(message, Draining):
             self._plane.front.draining = True
             if message.handed_over:
-                self._proxy.keeper.release()
+                self._proxy.keeper.hand_over()
                 if self._proxy.admin is not None:
                     self._proxy.admin.stop_accepting()
         elif isinstance(message, Save):

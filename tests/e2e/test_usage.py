@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,8 +16,9 @@ import pytest
 
 from lbproxy.commands.cli import main
 from lbproxy.control.saving.state_file import read
-from lbproxy.control.saving.usage_file import rows_of
-from tests.support.process import lbproxy, mock
+from lbproxy.control.saving.usage_file import once, read_usage, rows_of
+from tests.support.aio import run, until
+from tests.support.process import exists, lbproxy, mock
 
 BODY = {"model": "m", "prompt": "x " * 100, "max_tokens": 5, "ignore_eos": True}
 
@@ -50,6 +52,40 @@ def test_tokens_by_day_also_after_a_kill(tmp_path: Path, capsys: pytest.CaptureF
     settings = tmp_path / "left.yaml"
     settings.write_text(f"endpoints: ['http://127.0.0.1:9']\nstate: {{file: {file}}}\n")
     assert used("--config", str(settings)) == row
+
+
+@pytest.mark.parametrize("workers", ["", "workers: 2\n"])
+def test_what_a_process_serves_to_its_end_after_it_handed_over_is_counted(tmp_path: Path, workers: str) -> None:
+    """As of its successor, which is asked; and once, also where both ended."""
+    file = tmp_path / "kept"
+    more = f"{workers}state: {{file: {file}, interval: 1s}}\n"
+    body = BODY | {"max_tokens": 40, "stream": True, "stream_options": {"include_usage": True}}
+
+    def completed(admin: str) -> int:
+        return sum(row["completion"] for row in httpx.get(f"{admin}/admin/usage").json()["rows"])
+
+    with (
+        mock("--model", "m", "--ttft", "0.01", "--token-time", "0.1") as (_, url),
+        lbproxy(tmp_path, [url], more) as (process, listen, admin),
+    ):
+        process.wait_for("serves m")
+        httpx.post(f"{listen}/v1/completions", json=BODY, timeout=60)
+        with httpx.stream("POST", f"{listen}/v1/completions", json=body, timeout=60) as stream:
+            parts = stream.iter_raw()
+            next(parts)
+            process.process.send_signal(signal.SIGUSR2)
+            pid = int(process.wait_for(r"the new process accepts connections: process (\d+)")[1])
+            try:
+                httpx.post(f"{listen}/v1/completions", json=BODY, timeout=60)
+                assert completed(admin) <= 5 + 40 + 5
+                assert b"[DONE]" in b"".join(parts)
+                process.process.wait(60)
+                assert completed(admin) == 5 + 40 + 5
+            finally:
+                os.kill(pid, signal.SIGTERM)
+        run(until(lambda: not exists(pid), "the successor stopped", within_s=60))
+    uses = once([*read_usage(f"{file}.usage"), *read(str(file)).tokens.values()])
+    assert sum(used.completion for use in uses for used in use.rows.values()) == 5 + 40 + 5
 
 
 def test_tokens_of_streams_that_report_none_are_estimated_within_a_tenth(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ file is written in a thread. Whatever goes wrong with the file is a warning: lbp
 without it. A warning is logged once until something else happens.
 
 Of two processes only one writes, the one with the lock (`control.saving.state_file`). At a hot restart the old process
-writes before it starts its successor, which reads that before it accepts; once it has handed over it writes no more.
+writes before it starts its successor, which reads that before it accepts; once it has handed over it only adds to the
+file of usage what its last requests use.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any, Final, TypeVar, TypeVarTuple
 from lbproxy.config.sections.routing import StateSettings
 from lbproxy.control.families.common import StateStats
 from lbproxy.control.saving.state_file import LockedError, StateFile, problem, read
-from lbproxy.control.saving.usage_file import append_usage, read_usage, usage_path
+from lbproxy.control.saving.usage_file import append_usage, once, read_usage, usage_path
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.requests.request import DayUse
 from lbproxy.core.saved.reading import Saved, SavedError, encode
@@ -56,6 +57,8 @@ class Keeper:
         self._stats = stats
         self._now = now
         self._file = None if settings.file is None else StateFile(settings.file)
+        self._left = ""
+        """The file of usage, once another process writes the state file."""
         self._restoring: Restoring | None = None
         self._due_at = now() + settings.interval
         self._busy = asyncio.Lock()
@@ -69,6 +72,8 @@ class Keeper:
         """What was found at the start of who used how many tokens."""
         self.counted: Saved | None = None
         """What was used of limits, as known by the process before this one: newer than what is in the file."""
+        self.has_predecessor = False
+        """Another process finishes its requests, and counts them."""
 
     # The start
 
@@ -81,7 +86,7 @@ class Keeper:
         await self._look()
         if (counted := self.counted) is not None and counted.tokens:
             self._saved_days = list(counted.tokens.values())
-        self._balancer.ledger.resume(self._saved_days)
+        self._balancer.ledger.resume(self._saved_days, still_count=self.has_predecessor)
         if (counted := self.counted) is not None:
             if found is not None:
                 found[0].forget_limits()
@@ -192,8 +197,7 @@ class Keeper:
         path = self._settings.file
         kept = [] if path is None else await asyncio.to_thread(read_usage, usage_path(path))
         self._turn()
-        uses = {(one.day, one.id): one for one in (*kept, *self._balancer.ledger.days())}
-        return path is not None, list(uses.values())
+        return path is not None, once([*kept, *self._balancer.ledger.days()])
 
     def reconfigure(self, settings: StateSettings) -> None:
         """Use other settings. What is in a new file is not read, as lbproxy knows more than that."""
@@ -221,14 +225,14 @@ class Keeper:
         async with self._busy:
             file = self._file
             self._due_at = self._now() + self._settings.interval
-            if file is None:
+            if file is None and not self._left:
                 return
             if self._hangs:
                 self._count("failed")
                 self._warn("cannot be written: the disk does not respond")
                 return
             try:
-                size = await self._export(file)
+                size = await (self._leave() if file is None else self._export(file))
             except LockedError as error:
                 self._count("locked")
                 self._warn(f"is written by {error}, so this one does not write it")
@@ -241,11 +245,11 @@ class Keeper:
                     self._stats.bytes, self._stats.written_at, self._complaint = size, time.time(), ""
                     logger.debug("state: %d bytes written", size, extra={"event": "state", "bytes": size})
             finally:
-                if not self._hangs:
+                if file is not None and not self._hangs:
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(ABORT_WITHIN_S):
                             await self._in_thread(file.abort)
-                if file is not self._file and not self._hangs:  # another one since
+                if file is not None and file is not self._file and not self._hangs:  # another one since
                     file.release()
 
     @property
@@ -265,7 +269,6 @@ class Keeper:
         self._turn()
         ended = self._balancer.ledger.ended
         if ended:
-            await self._in_thread(file.begin)  # it has the lock from here on
             await self._in_thread(append_usage, usage_path(file.path), ended)
             self._balancer.ledger.ended = self._balancer.ledger.ended[len(ended) :]
         size, began_at = 0, time.monotonic()
@@ -290,13 +293,25 @@ class Keeper:
         await self._in_thread(file.append, b"".join(lines))
         return await self._in_thread(file.commit)
 
+    async def _leave(self) -> int:
+        """Add what is counted to the usage that the successor's file keeps. Raises OSError."""
+        self._turn()
+        await self._in_thread(append_usage, self._left, self._balancer.ledger.days())
+        return 0
+
     # The end
 
-    def release(self) -> None:
+    def hand_over(self) -> None:
         """A successor writes the file from now on."""
+        file = self._file
+        self.release()
+        self._left = "" if file is None else usage_path(file.path)
+
+    def release(self) -> None:
+        """Write no more."""
         if self._file is not None and not self._busy.locked() and not self._hangs:
             self._file.release()
-        self._file = None
+        self._file, self._left = None, ""
 
     async def stop(self) -> None:
         """Write the file for the last time."""

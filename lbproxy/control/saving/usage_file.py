@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who used how many tokens, in days that ended: a file beside the state file. Everything here blocks.
 
-A line of JSON for each day and whoever counted it. It is replaced atomically, once a day, by the process that has the
-lock of the state file. A line that is damaged costs its day.
+A line of JSON for each day and whoever counted it. It is replaced atomically: once a day by the process that writes the
+state file, and by one that handed that over, while it finishes its requests. A line that is damaged costs its day.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -44,17 +45,31 @@ def days_in(data: bytes) -> list[DayUse]:
     return list(known.values())
 
 
-def append_usage(path: str, ended: Sequence[DayUse]) -> None:
-    """Add days that ended, each once; the oldest beyond `MAX_DAYS` are dropped. Raises OSError."""
-    known = {(one.day, one.id): one for one in (*read_usage(path), *ended)}
-    kept = set(sorted({one.day for one in known.values()})[-MAX_DAYS:])
-    with open(f"{path}.tmp", "wb", opener=open_to_write) as file:
-        for use in sorted(known.values(), key=lambda one: one.day):
-            if use.day in kept:
-                file.write(day_lines(use))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(f"{path}.tmp", path)
+def once(uses: Iterable[DayUse]) -> list[DayUse]:
+    """Each day of each that counted it once, as it was counted last: counts only grow."""
+    known: dict[tuple[str, str], DayUse] = {}
+    for use in sorted(uses, key=_size):
+        known[use.day, use.id] = use
+    return list(known.values())
+
+
+def _size(use: DayUse) -> int:
+    return sum(used.all for used in use.rows.values())
+
+
+def append_usage(path: str, days: Sequence[DayUse]) -> None:
+    """Add days, each once; the oldest beyond `MAX_DAYS` are dropped. Raises OSError."""
+    with open(f"{path}.lock", "wb", opener=open_to_write) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        known = sorted(once([*read_usage(path), *days]), key=lambda one: one.day)
+        kept = set(sorted({one.day for one in known})[-MAX_DAYS:])
+        with open(f"{path}.tmp", "wb", opener=open_to_write) as file:
+            for use in known:
+                if use.day in kept:
+                    file.write(day_lines(use))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(f"{path}.tmp", path)
 
 
 def first_day(days: int) -> str:

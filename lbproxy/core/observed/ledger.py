@@ -70,13 +70,14 @@ class Ledger:
             self._before, self._resumed = dict(self.since_start()), {}
         self.day, self.id = day, new_id
 
-    def resume(self, saved: Iterable[DayUse]) -> None:
-        """Go on with days that an earlier process counted, before anything is counted here; after `turn`."""
-        for use in saved:
-            if use.day == self.day and not self._resumed:
-                self.id, self._resumed = use.id, dict(use.rows)
-            else:
-                self.ended.append(use)
+    def resume(self, saved: Iterable[DayUse], *, still_count: bool = False) -> None:
+        """Go on with days that an earlier process counted, before anything is counted here; after `turn`.
+        `still_count`: it still counts in them.
+        """
+        uses = list(saved)
+        if uses and uses[-1].day == self.day and not still_count:  # the present day was the last to be written
+            self.id, self._resumed = uses[-1].id, dict(uses.pop().rows)
+        self.ended += uses
 
     def today(self) -> DayUse:
         """The present day so far."""

@@ -53,6 +53,31 @@ def test_a_balancer_process_goes_on_with_what_the_one_before_counted(tmp_path: P
     assert second.balancer.ledger.today() == first.balancer.ledger.today()
 
 
+def test_who_handed_over_adds_what_its_last_requests_use_and_the_successor_counts_apart(tmp_path: Path) -> None:
+    """Whichever of the two writes last."""
+    file = tmp_path / "state"
+    old, new = Kept(file), Kept(file)
+    new.keeper.has_predecessor = True
+    run(old.keeper.restore())
+    old.balancer.ledger.add(*PAIR, Tokens(1))
+    run(old.keeper.write())
+    run(new.keeper.restore())
+    new.balancer.ledger.add(*PAIR, Tokens(10))
+    old.balancer.ledger.add(*PAIR, Tokens(100))
+    old.keeper.hand_over()
+    run(old.keeper.write())
+    run(new.keeper.write())
+    assert rows_of(run(new.keeper.usage())[1], 2)[0]["prompt_uncached"] == 111
+    old.balancer.ledger.add(*PAIR, Tokens(1000))
+    run(old.keeper.stop())
+    assert rows_of(run(new.keeper.usage())[1], 2)[0]["prompt_uncached"] == 1111
+    run(new.keeper.stop())
+    third = Kept(file)
+    run(third.keeper.restore())
+    assert third.balancer.ledger.today() == new.balancer.ledger.today()
+    assert rows_of(run(third.keeper.usage())[1], 2)[0]["prompt_uncached"] == 1111
+
+
 def test_old_days_are_dropped_and_a_damaged_line_costs_its_day(tmp_path: Path) -> None:
     path = str(tmp_path / "usage")
     dates = [f"{2020 + n // 336}-{n // 28 % 12 + 1:02}-{n % 28 + 1:02}" for n in range(450)]

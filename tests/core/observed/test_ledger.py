@@ -126,7 +126,7 @@ def test_the_largest_are_shown_and_all_others_together() -> None:
 def test_a_day_that_ends_is_kept_until_it_is_written_down() -> None:
     ledger = Ledger()
     ledger.turn("2026-11-28", "one")
-    ledger.resume([DayUse("2026-11-28", "before", {("f", "m"): Tokens(5)}), DayUse("2026-11-27", "x", {})])
+    ledger.resume([DayUse("2026-11-27", "x", {}), DayUse("2026-11-28", "before", {("f", "m"): Tokens(5)})])
     ledger.add("f", "m", Tokens(1, 2, 3))
     assert ledger.today() == DayUse("2026-11-28", "before", {("f", "m"): Tokens(6, 2, 3)})
     assert ledger.since_start() == {("f", "m"): Tokens(1, 2, 3)}, "metrics count since the start"
