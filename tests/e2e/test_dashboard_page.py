@@ -87,6 +87,9 @@ def test_it_shows_the_fleet_and_keeps_up_with_it(servers: list[str], tmp_path: P
                 await ask(client, url, "seen-1")
                 shown = "[...document.querySelectorAll('#decisions tbody tr')].map((row) => row.innerText).join()"
                 await tab.until(f"{shown}.includes('seen-1') && {shown}.includes('completed')")
+                used = "[...document.querySelectorAll('#tokens td.number')].map((one) => one.innerText).join()"
+                row = (await client.get(f"{admin}/admin/usage")).json()["rows"][0]
+                await tab.until(f"{used} === '{row['prompt_uncached']},0,{row['completion']}'")
                 await tab.js("document.querySelector('button.id').click()")
                 explained = "document.getElementById('explanation').innerText"
                 await tab.until(f"{explained}.includes('Attempt 1: gpu-') && {explained}.includes('gpu-2 (draining)')")

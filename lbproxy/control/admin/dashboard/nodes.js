@@ -21,6 +21,7 @@ const number = (value, digits = 0) =>
 const figure = (value) => number(value, value === null || value === undefined || value >= 100 ? 0 : value >= 10 ? 1 : 2);
 const percent = (value) => (value === null || value === undefined ? "–" : `${Math.round(100 * value)} %`);
 const clock = (stamp) => new Date(stamp).toLocaleTimeString("en-GB");
+const brief = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 }).format;
 const count = (many, one, more = one + "s") => `${number(many)} ${many === 1 ? one : more}`;
 function duration(seconds) {
   if (seconds < 60) return `${Math.floor(seconds)} s`;

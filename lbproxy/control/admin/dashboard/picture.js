@@ -191,6 +191,21 @@ function drawReplicas({ replicas: found }) {
     put(age, one.batch_age_s === null ? "–" : `${number(one.batch_age_s, 1)} s`);
   });
 }
+function drawTokens({ tokens }) {
+  const table = at("tokens");
+  table.hidden = tokens.length === 0;
+  at("no-tokens").hidden = tokens.length > 0;
+  keep(table.tBodies[0], tokens, (one) => JSON.stringify([one.flow, one.model]), () => node("tr", {}, node("th", { scope: "row" }, node("bdi", { class: "clip" }), node("span", { class: "note" })), ...[0, 1, 2].map(() => node("td", { class: "number" }))), (row, one) => {
+    const [name, ...cells] = row.children;
+    const all = one.prompt_uncached + one.prompt_cached + one.completion;
+    put(name.children[0], plain(one.flow));
+    put(name.children[1], `${plain(one.model ?? "no model")}${one.estimated > 0.005 * all ? `, ${percent(one.estimated / all)} estimated` : ""}`);
+    [one.prompt_uncached + one.prompt_cached, one.prompt_cached, one.completion].forEach((value, index) => {
+      put(cells[index], brief(value));
+      set(cells[index], "title", number(value));
+    });
+  });
+}
 function drawLearned({ learned: found }) {
   const rows = found === null ? [] : [
     ["prompt tokens expected in a cache", percent(learned(found, "hit_ratio"))],
@@ -317,7 +332,7 @@ function draw(frame) {
   last = frame;
   drawnAt = performance.now();
   trouble = null;
-  for (const part of [drawFacts, drawUp, drawTiles, drawFleet, drawQueue, drawChanges, drawReplicas, drawLearned, drawDecisions]) part(frame);
+  for (const part of [drawFacts, drawUp, drawTiles, drawFleet, drawQueue, drawChanges, drawReplicas, drawTokens, drawLearned, drawDecisions]) part(frame);
   tell();
 }
 
