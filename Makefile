@@ -50,9 +50,9 @@ MEASURING := $(addprefix tests/benchmarks/test_,overhead.py overhead_guard.py)
 # there are tests/workers and tests/processes. By hand, LBPROXY_TEST_WORKERS=2 runs everything so (docs/testing.md).
 IN_WORKER := $(addprefix tests/proxy/,$(addprefix exchange/test_,adapter_calls.py agents_apis.py ejection.py exchange.py) \
     front/test_unknown_models.py request/test_trace_context.py)
-# Tests through sockets mostly wait, so there are more workers than cores; of those that compute, at most four, as each worker
+# Tests through sockets mostly wait, so there are more workers than cores; of those that compute, at most six, as each worker
 # collects all tests. LBPROXY_WORKERS=2 for a machine with little memory.
-LBPROXY_WORKERS ?= 6
+LBPROXY_WORKERS ?= 10
 PYTEST := $(BIN)/python -m pytest --numprocesses $(LBPROXY_WORKERS) --dist worksteal
 # Workers and the processes that tests start import from cached bytecode, also where the environment forbids to write it.
 unexport PYTHONDONTWRITEBYTECODE
@@ -61,7 +61,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # workers would do that for itself. Two of the benchmarks' tests measure, and run by themselves.
 test: $(VENV)/.dev lint
 	$(MAKE) --no-print-directory --jobs 2 --output-sync types $(BUILT)/.made collected
-	$(PYTEST) --numprocesses $(firstword $(filter 1 2 3,$(LBPROXY_WORKERS)) 4) -m "not (core and hypothesis)" \
+	$(PYTEST) --numprocesses $(firstword $(filter 1 2 3 4 5,$(LBPROXY_WORKERS)) 6) -m "not (core and hypothesis)" \
 	    $(addprefix --ignore=,$(FLEETS)) $(AS_PYTHON) $(REPLACING)
 	cd $(BUILT) && ../../$(PYTEST) -p no:cacheprovider $(SOCKETS) tests/core $(FLEETS) tests/benchmarks \
 	    $(addprefix --ignore=,$(MEASURING))
