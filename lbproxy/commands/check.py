@@ -257,6 +257,8 @@ def _rows(one: Inspection) -> Iterator[tuple[str, Text]]:
         )
         yield "missing", Text(f"all of its load: {NO_LOAD}{hint}", style="yellow")
     yield "models", Text("unknown" if one.models is None else _listed(one.models))
+    for text in _contexts(one):
+        yield "context", Text(text)
     if one.adapters:
         named = [f"{name} (of {base})" for base, names in one.adapters.items() for name in names]
         yield "adapters", Text(_listed(named))
@@ -282,6 +284,17 @@ def _rows(one: Inspection) -> Iterator[tuple[str, Text]]:
     for cost in dict.fromkeys(COSTS[signal] for signal in one.shown.lacking):
         signals = ", ".join(signal for signal in one.shown.lacking if COSTS[signal] == cost)
         yield "no signal", Text(f"{signals}: {cost}", style="dim")
+
+
+def _contexts(one: Inspection) -> Iterator[str]:
+    """How long a request may be, by model if they differ."""
+    cards = [card for card in one.cards or () if card.context_tokens is not None and card.parent is None]
+    for tokens, is_of_prompt in dict.fromkeys((card.context_tokens, card.context_is_of_prompt) for card in cards):
+        alike = [
+            card.id for card in cards if (card.context_tokens, card.context_is_of_prompt) == (tokens, is_of_prompt)
+        ]
+        of = "" if len(alike) == len(one.models or ()) else f": {plain(_some(alike))}"
+        yield f"{tokens:,} tokens of {'prompt' if is_of_prompt else 'prompt and response'}{of}"
 
 
 def _kv_cache(one: Inspection) -> Iterator[tuple[str, Text]]:

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make chaos`: the faults of docs/reliability.md with all their counts, and the figures kept for its tables.
 
-    python -m tests.chaos [--peer NAME] [--form fast|full] [--seconds N] [--seed N] [pytest's own arguments]
+    python -m tests.chaos [--peer NAME] [--form fast|full] [--seconds N] [--seed N] [--settings TEXT]
+                          [pytest's own arguments]
 
 `--peer` tests another proxy in lbproxy's place, of which nothing is demanded. `--soak` runs T40 alone. What ran is kept
-in tests/chaos/results/NAME.jsonl; LBPROXY_WRITE_DOCS=1 with tests/test_docs_tables.py then writes the tables.
+in tests/chaos/results/NAME.jsonl, but with further `--settings`; LBPROXY_WRITE_DOCS=1 with tests/test_docs_tables.py
+then writes the tables.
 """
 
 from __future__ import annotations
@@ -29,9 +31,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--soak", action="store_true", help="only the soak, 30 minutes if --seconds does not say")
     parser.add_argument("--seconds", type=float, help="of the soak")
     parser.add_argument("--seed", type=int, default=1, help="of the soak")
+    parser.add_argument("--settings", help="further ones of lbproxy, such as 'stream_keepalive: 1s'")
     args, rest = parser.parse_known_args(arguments)
     environ = {**os.environ, "LBPROXY_CHAOS_FORM": args.form, "LBPROXY_CHAOS_PROXY": args.peer}
     environ["LBPROXY_CHAOS_SEED"] = str(args.seed)
+    if args.settings:
+        environ["LBPROXY_CHAOS_SETTINGS"] = args.settings
     if args.peers_folder:
         environ["LBPROXY_CHAOS_PEERS"] = args.peers_folder
     if args.seconds or args.soak:
@@ -42,7 +47,7 @@ def main(arguments: list[str]) -> int:
     fresh.unlink(missing_ok=True)
     environ["LBPROXY_CHAOS_RESULTS"] = str(fresh)
     code = subprocess.call([sys.executable, "-m", "pytest", "-s", "-q", str(target), *rest], env=environ)
-    if fresh.exists():
+    if fresh.exists() and not args.settings:
         merge(args.peer, fresh)
     return code
 

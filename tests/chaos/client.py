@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import uvloop
 
 ERROR_EVENT = b'data: {"error"'
+COMMENTS = re.compile(rb"(?::[^\n]*\n+)*")
 DONE = b"data: [DONE]\n\n"
 
 
@@ -65,7 +66,8 @@ class Result:
     endpoint: str = ""
     attempts: int = 0
     first_s: float | None = None
-    """From `at` to the first byte of the body; None: none came."""
+    """From `at` to the first byte of a response's body; None: none came. Comments of a stream are none, nor is an error
+    event behind them."""
     seconds: float = 0.0
     events: int = 0
     gap_s: float = 0.0
@@ -81,7 +83,7 @@ class Result:
     @property
     def failed(self) -> bool:
         """Neither whole nor broken off in the middle: a client that had nothing yet got nothing."""
-        return self.how in {"error", "refused", "dropped", "hung"} and self.first_s is None
+        return self.how in {"error", "told", "refused", "dropped", "hung"} and self.first_s is None
 
 
 class BrokenError(Exception):
@@ -118,11 +120,17 @@ class Answer:
         before = len(self._body)
         self._decode()
         if len(self._body) > before:
-            if self._result.first_s is None and self._result.status < 400:
+            if self._result.first_s is None and self._result.status < 400 and self._says_something():
                 self._result.first_s = now - self._result.at
             elif self._last:
                 self._result.gap_s = max(self._result.gap_s, now - self._last)
             self._last = now
+
+    def _says_something(self) -> bool:
+        """Whether something else came than comments and an error event."""
+        said = COMMENTS.match(self._body)
+        rest = bytes(self._body[said.end() if said else 0 :][: len(ERROR_EVENT)])
+        return not self._streamed or not (rest[:1] in {b"", b":"} or rest == ERROR_EVENT)
 
     def _read_head(self, head: str) -> None:
         status, _, lines = head.partition("\r\n")

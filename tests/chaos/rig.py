@@ -375,6 +375,7 @@ class Rig:
         config = self.config
         # Said, not 0: so that a restarted one is found again.
         listen, admin = (f"127.0.0.1:{free_port()}" for _ in range(2))
+        settings += "\n" + os.environ.get("LBPROXY_CHAOS_SETTINGS", "")
         config.write_text(with_workers(f"listen: {listen}\nadmin: {admin}\n{settings}\nendpoints:\n{listing}"))
         with Program([*wrap, *command, "--config", str(config)], env=env) as running:
             match = running.wait_for(r"listens on (http://[\w.:]+), admin on (http://[\w.:]+)")

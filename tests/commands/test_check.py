@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -193,6 +194,21 @@ def test_who_could_show_metrics_is_told_how() -> None:
     _, output = checked({"/health": OK, "/v1/models": models, "/metrics": NOT_FOUND})
     assert "  engine     sglang (by its models)" in output
     assert f"all of its load: {NO_LOAD}; sglang exports it if it is started with --enable-metrics" in output
+
+
+def test_how_long_a_request_may_be_is_shown_where_it_is_known() -> None:
+    cards = [{"id": "a", "max_model_len": 8192}, {"id": "b", "max_model_len": 32768}, {"id": "c"}]
+    models = answer(json.dumps({"object": "list", "data": cards[:1]}).encode())
+    _, output = checked({"/health": OK, "/v1/models": models, "/metrics": NOT_FOUND})
+    assert "  context    8,192 tokens of prompt and response\n" in output
+    models = answer(json.dumps({"object": "list", "data": cards}).encode())
+    _, output = checked({"/health": OK, "/v1/models": models, "/metrics": NOT_FOUND})
+    assert "  context    8,192 tokens of prompt and response: a\n" in output
+    assert "  context    32,768 tokens of prompt and response: b\n" in output
+    models = answer(b'{"object":"list","data":[{"id":"m","owned_by":"llamacpp"}]}')
+    props = answer(b'{"total_slots":2,"default_generation_settings":{"n_ctx":4096}}')
+    _, output = checked({"/health": OK, "/v1/models": models, "/props": props, "/metrics": NOT_FOUND})
+    assert "  context    4,096 tokens of prompt\n" in output
 
 
 def test_ollama_is_recognised_by_its_api() -> None:

@@ -19,7 +19,7 @@ from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.engines.pairing import Part, states_role
 from lbproxy.core.engines.readings import PageReader
 from lbproxy.core.engines.server_info import SERVER_INFO, Description, connector_of, engine_of
-from lbproxy.core.requests.openai import ModelCard, synthetic_card
+from lbproxy.core.requests.openai import ModelCard, synthetic_card, with_longest_prompt
 from lbproxy.net.connections.pool import ConnectionPool
 
 FIRST_SCRAPE_TIMEOUT_S = 3.0
@@ -65,15 +65,27 @@ class Inspection:
     """The engine by its models, if it is one of `core.engines.server_info`."""
     api: str | None
     """The engine, if it was recognised by its own API."""
-    models: tuple[str, ...] | None
-    """Base models; None = it does not say."""
-    adapters: dict[str, tuple[str, ...]]
-    """Adapters by the base model that they say they belong to."""
+    cards: list[ModelCard] | None
+    """Of its models; None = it does not say."""
     shown: ShownLoad
     said: Description | None
     """What it says of itself outside its metrics."""
     problems: tuple[str, ...]
     """Short texts, the worst first. Problems with metrics or models alone do not make an endpoint unusable."""
+
+    @property
+    def models(self) -> tuple[str, ...] | None:
+        """Base models; None = it does not say."""
+        return None if self.cards is None else tuple(card.id for card in self.cards if card.parent is None)
+
+    @property
+    def adapters(self) -> dict[str, tuple[str, ...]]:
+        """Adapters by the base model that they say they belong to."""
+        adapters: dict[str, tuple[str, ...]] = {}
+        for card in self.cards or ():
+            if card.parent is not None:
+                adapters[card.parent] = (*adapters.get(card.parent, ()), card.id)
+        return adapters
 
     @property
     def part(self) -> Part:
@@ -121,7 +133,9 @@ async def inspect(
         problems.append(f"models unknown: {listed.reason}")
     if load.problem is not None:
         problems.append(f"load unknown: {load.problem}")
-    models, adapters = _by_parent(listed.cards)
+    cards = listed.cards
+    if cards is not None and said is not None and said.prompt_tokens is not None:
+        cards = [with_longest_prompt(one, said.prompt_tokens) for one in cards]
     answered = [load.answered, listed.answered, answer is not None and answer.answered]
     return Inspection(
         endpoint=endpoint,
@@ -130,8 +144,7 @@ async def inspect(
         health="not asked" if answer is None else answer.reason,
         owner=owned_by if owned_by in SERVER_INFO else None,
         api=listed.cards[0].engine if listed.cards else None,
-        models=models,
-        adapters=adapters,
+        cards=cards,
         shown=load,
         said=said,
         problems=tuple(problems),
@@ -182,13 +195,3 @@ async def _ask_load(
 def _reported(found: FoundPage) -> Handover | None:
     connector = connector_of(found.page) if found.engine == "vllm" else None
     return None if connector is None else Handover(Role.BOTH, connector)
-
-
-def _by_parent(cards: list[ModelCard] | None) -> tuple[tuple[str, ...] | None, dict[str, tuple[str, ...]]]:
-    if cards is None:
-        return None, {}
-    adapters: dict[str, tuple[str, ...]] = {}
-    for card in cards:
-        if card.parent is not None:
-            adapters[card.parent] = (*adapters.get(card.parent, ()), card.id)
-    return tuple(card.id for card in cards if card.parent is None), adapters
