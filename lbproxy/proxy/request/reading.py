@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from math import inf
 from typing import Final, NamedTuple, TypeAlias, cast
 
+import orjson
+
 from lbproxy.config.tree import Settings
 from lbproxy.core.endpoints.endpoint import Endpoint
 from lbproxy.core.endpoints.health import Health
@@ -15,7 +17,7 @@ from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.queue.flows import FlowRules
 from lbproxy.core.requests.encodable import encodable_text
 from lbproxy.core.requests.forms import FormWalk, find_form_name, is_clear, read_form_model
-from lbproxy.core.requests.models import Allowed, ModelRules, other_models, resolve
+from lbproxy.core.requests.models import Allowed, ModelRules, models_within, other_models, resolve
 from lbproxy.core.requests.openai import (
     MAX_TOKENS,
     NOT_NAMED,
@@ -75,7 +77,7 @@ _FILE_ID: Final = b'"file_id"'
 _REFERENCES: Final = frozenset({b'file_id"', b'_ids"'})
 """What names objects in a request of inference."""
 _CREATES: Final = frozenset({"POST", "PATCH"})
-_ANY_MODEL: Final = "Batches and servers' own paths of models are not for clients with models of their own."
+_ANY_MODEL: Final = "Batches, calls and servers' own paths of models are not for clients with models of their own."
 _UNNAMED: Final = CUSTOM._replace(is_inference=False)
 """Reads a body as it is."""
 SERVED_S: Final = 1.0
@@ -185,16 +187,18 @@ class RequestReader:
         alone: the client is not told, by words or time, which others there are.
         """
         body, kind = request.body, request.fields.content_type
+        named = [] if facts.model is None else [facts.model]
         if is_of_any_model(request.target) and path_model(request.route, request.target) is None:
             raise LbError(Outcome.FORBIDDEN, _ANY_MODEL)
         if has_json(request):
             _refuse_two_models(request)
+            if request.route.name == OTHER:
+                named += _named_within(body)
         elif has_form(request):
             if not is_clear(body, kind, large if isinstance(large, FormWalk) else None):
                 raise LbError(Outcome.BAD_REQUEST, "The form is malformed: servers may read different models in it.")
         elif body and not is_opaque(request.route.body, kind, body):
             raise LbError(Outcome.BAD_REQUEST, "The body is neither a JSON object nor a form with parts.")
-        named = [] if facts.model is None else [facts.model]
         self._require(named + query_models(request.target) + other_models(facts.fields), record, allowed)
 
     @staticmethod
@@ -524,6 +528,19 @@ def as_named_by(endpoint: Endpoint, request: ClientRequest) -> ClientRequest:
     if len(body) > PARSE_AT_ONCE_BYTES:
         return request._replace(body=b"", pieces=pieces, model=None, naming=None)
     return request._replace(body=b"".join(pieces), model=None, naming=None)
+
+
+def _named_within(body: bytes) -> list[str]:
+    """The models that a JSON body names at any depth, as those of sessions and of evaluations. Raises LbError."""
+    if len(body) > PARSE_AT_ONCE_BYTES:
+        raise LbError(Outcome.TOO_LARGE, "The body is too large here for a client with models of its own.")
+    try:
+        named = models_within(body)
+    except orjson.JSONDecodeError:
+        raise LbError(Outcome.INVALID_JSON, "A `model` in the JSON body is no text.") from None
+    for name in named:
+        check_model_name(name)
+    return named
 
 
 def _refuse_two_models(request: ClientRequest) -> None:

@@ -162,7 +162,7 @@ _ROUTES = {
 }
 _STORED: Final = re.compile(r"/v1/(?:responses|chat/completions)/([A-Za-z0-9_-]{1,160})(?:/[a-z_]+)?/?")
 _GENERATED: Final = ("/v1/responses/", "/v1/chat/completions/")
-_OF_ANY_MODEL: Final = re.compile(r"/v1/(?:messages/)?batch.*|.*/(?:models?|engines|deployments)(?:/.*)?")
+_OF_ANY_MODEL: Final = re.compile(r"/v1/(?:(?:messages/)?batch|realtime/calls).*|.*/(?:models?|loras?|engines|deployments)(?:/.*)?")
 _READS: Final = frozenset({"GET", "HEAD"})
 _OF_IDS: Final = re.compile(r"/v1/(?:responses|chat/completions|models)/")
 """Paths that are about something with an id."""
@@ -233,8 +233,8 @@ def may_generate(method: str, path: str) -> bool:
 
 
 def is_of_any_model(target: str) -> bool:
-    """Whether a request target is about batches, whose models are in a file or a list; or about models, in the ways of
-    some servers besides /v1/models.
+    """Whether a request target is about batches, whose models are in a file or a list; about OpenAI's calls, where they
+    may be in JSON inside a form; or about models, in the ways of some servers besides /v1/models.
     """
     return _OF_ANY_MODEL.fullmatch(served_path(target.partition("?")[0]) or "") is not None
 

@@ -8,18 +8,15 @@ message, so nothing has happened at the server if that is held back.
 
 from __future__ import annotations
 
-import re
 from typing import Final
 
 import orjson
 
-from lbproxy.core.requests.models import Allowed
-from lbproxy.core.requests.outline import MODEL_KEY, STRING
+from lbproxy.core.requests.models import Allowed, models_within
 from lbproxy.proxy.sockets.frames import DATA, POLICY_VIOLATION, TOO_BIG, Frame, FrameError
 
 MAX_MESSAGE_BYTES: Final = 1 << 20
 """Of a client that may not name every model: what is looked at takes some milliseconds, and is held."""
-_MAY_NAME: Final = re.compile(rb"(?i:model)|\\u00")
 
 
 class OwnModels:
@@ -42,18 +39,11 @@ class OwnModels:
         self.held += frame.data
         if frame.fin:
             message, self.held = bytes(self.held), bytearray()
-            if _MAY_NAME.search(message) and not self._is_allowed(message):
+            if not self._is_allowed(message):
                 raise FrameError(POLICY_VIOLATION, "model_not_found")
 
     def _is_allowed(self, message: bytes) -> bool:
-        for key in MODEL_KEY.finditer(message):
-            value = STRING.match(message, key.end())
-            if value is None:
-                continue  # as a schema of a tool's argument has it
-            try:
-                name = orjson.loads(value[0])
-            except orjson.JSONDecodeError:
-                return False
-            if any(name not in one for one in self._allowed):
-                return False
-        return True
+        try:
+            return all(name in one for name in models_within(message) for one in self._allowed)
+        except orjson.JSONDecodeError:
+            return False
