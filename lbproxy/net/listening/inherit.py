@@ -40,8 +40,10 @@ READY_WITHIN_S = 60.0
 _TEMPORARY_FD = 64
 """Descriptors are moved above this before they are put in place, so that none is overwritten."""
 _READY = b"ready"
-MAX_LINES_BYTES = 64 << 10
-"""The system allows 128 KiB for a variable."""
+MAX_LINES_BYTES = 512 << 10
+"""The system allows 2 MiB for all variables and arguments."""
+PART_CHARS = 24 << 10
+"""And 128 KiB for a variable: lines go in several of them, `LBPROXY_LEASES`, `LBPROXY_LEASES_1` and so on."""
 
 
 class HandedOver(NamedTuple):
@@ -73,6 +75,7 @@ class Inherited:
     def from_environment(cls, environ: MutableMapping[str, str]) -> Inherited:
         """Read `environ`, and remove the variables."""
         variables = {name: environ.pop(name, "") for name in _VARIABLES}
+        handed = [_joined(environ, name) for name in ("LBPROXY_DRAINED", "LBPROXY_LEASES")]
         succeeds = variables["LBPROXY_PREDECESSOR"] == str(os.getppid())
         if not (succeeds or variables["LISTEN_PID"] == str(os.getpid())) or not variables["LISTEN_FDS"].isdecimal():
             return cls()
@@ -86,7 +89,6 @@ class Inherited:
         if not succeeds or not ready_fd.isdecimal():
             return cls(sockets)
         os.set_inheritable(int(ready_fd), False)
-        handed = (variables[name].splitlines() for name in ("LBPROXY_DRAINED", "LBPROXY_LEASES"))
         return cls(sockets, int(ready_fd), *handed)
 
     @classmethod
@@ -168,8 +170,6 @@ _VARIABLES = (
     "LISTEN_FDNAMES",
     "LBPROXY_PREDECESSOR",
     "LBPROXY_READY_FD",
-    "LBPROXY_DRAINED",
-    "LBPROXY_LEASES",
 )
 
 
@@ -190,6 +190,18 @@ def _lines(keys: Sequence[str], what: str) -> str:
             break
         kept.append(key)
     return "\n".join(kept)
+
+
+def _parts(name: str, lines: str) -> dict[str, str]:
+    """Lines as variables. No character has more than four bytes."""
+    starts = range(0, len(lines), PART_CHARS)
+    return {f"{name}_{n}" if n else name: lines[at : at + PART_CHARS] for n, at in enumerate(starts)}
+
+
+def _joined(environ: MutableMapping[str, str], name: str) -> list[str]:
+    """The lines of such variables, which are removed."""
+    names = [name, *(f"{name}_{n}" for n in range(1, MAX_LINES_BYTES // PART_CHARS + 1))]
+    return list(filter(None, "".join(environ.pop(one, "") for one in names).split("\n")))
 
 
 class _Child(NamedTuple):
@@ -278,8 +290,8 @@ def _spawn(command: Sequence[str], handed: HandedOver) -> _Child:
         "LISTEN_FDNAMES": ":".join(name for name, _ in sockets),
         "LBPROXY_PREDECESSOR": str(os.getpid()),
         "LBPROXY_READY_FD": str(FIRST_FD + len(sockets)),
-        "LBPROXY_DRAINED": _lines(handed.drained, "drained"),
-        "LBPROXY_LEASES": _lines(handed.leased, "registered"),
+        **_parts("LBPROXY_DRAINED", _lines(handed.drained, "drained")),
+        **_parts("LBPROXY_LEASES", _lines(handed.leased, "registered")),
     }
     try:
         actions = [(os.POSIX_SPAWN_DUP2, fd, FIRST_FD + index) for index, fd in enumerate(moved)]
