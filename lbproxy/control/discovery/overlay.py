@@ -20,7 +20,6 @@ from typing import Final, NamedTuple
 import orjson
 
 from lbproxy.config.parse import name_of_entry, with_endpoints
-from lbproxy.config.sections.endpoints import EndpointSettings
 from lbproxy.config.text import ConfigError
 from lbproxy.config.tree import Settings
 
@@ -154,17 +153,23 @@ class Overlay:
         return Overlay(added, removed), with_endpoints(settings, left, source=SOURCE)
 
     def over(self, before: Settings, fresh: Settings) -> tuple[Overlay, Settings]:
-        """After a reload. `before`: what was in force; `fresh`: what the file says. Raises ConfigError."""
+        """After a reload. `before`: what was in force; `fresh`: what the file says. Raises ConfigError if something that
+        was added does not fit; what is leased is then left out.
+        """
         names = {one.name for one in fresh.endpoints}
         places = {one.place for one in fresh.endpoints}
         stay = {name for name, one in self.added.items() if one.keep or one.lease is not None}
-        kept: list[EndpointSettings] = [
-            one for one in before.endpoints if one.name in stay and one.name not in names and one.place not in places
-        ]
-        if not kept:
+        stay = {one.name for one in before.endpoints if one.name in stay - names and one.place not in places}
+        if not stay:
             return Overlay(), fresh
-        overlay = Overlay({one.name: self.added[one.name] for one in kept})
-        return overlay, with_endpoints(fresh, [*fresh.endpoints, *kept], source="the settings and added endpoints")
+        overlay = Overlay({name: one for name, one in self.added.items() if name in stay})
+        entries = [one.entry for one in overlay.added.values()]
+        try:
+            return overlay, with_endpoints(fresh, [*fresh.endpoints, *entries], source="the settings and added endpoints")
+        except ConfigError:
+            if not overlay.leased:
+                raise
+            return Overlay.again(fresh, overlay.changes)
 
     # Leases
 

@@ -119,6 +119,20 @@ def test_a_reload_keeps_it_with_its_time_unless_the_file_has_it() -> None:
         after.register(fresh, GPU, Lease.begin(30.0, 0.0))
 
 
+def test_what_registered_and_does_not_fit_any_more_does_not_keep_a_reload_out(caplog: pytest.LogCaptureFixture) -> None:
+    """It says so when it renews; what an operator added still does."""
+    own = "\nengines: {own: {running: own_running}}"
+    overlay, now_in_force = Overlay(), settings(FILE + own)
+    for entry in (GPU, {"url": "http://10.0.0.8:8000", "engine": "own"}):
+        overlay, now_in_force, _ = overlay.register(now_in_force, entry, Lease.begin(30.0, 5.0))
+    after, fresh = overlay.over(now_in_force, settings())
+    assert (names(fresh), after.rest_s("gpu", 10.0)) == (["e1", "gpu"], 25.0)
+    assert "an endpoint that registered itself is left out: engine: expected" in caplog.text
+    overlay, now_in_force = overlay.add(now_in_force, {"url": "http://10.0.0.9:1", "engine": "own"}, keep=True)
+    with pytest.raises(ConfigError, match="engine: expected"):
+        overlay.over(now_in_force, settings())
+
+
 def test_a_process_after_this_one_begins_its_leases_anew() -> None:
     overlay, now_in_force = registered(now=100.0)
     overlay, now_in_force = overlay.add(now_in_force, {"url": "http://10.0.0.9:8000"}, keep=True)
