@@ -202,6 +202,13 @@ ENGINES: Mapping[str, EngineTable] = {
 """By the name in the settings. The order decides between engines that have equally many families on a page."""
 
 
+class _Tables(dict[str, EngineTable]):
+    """An engine that a reload took away while a file of endpoints still names it shows nothing."""
+
+    def __missing__(self, engine: str) -> EngineTable:
+        return EngineTable()
+
+
 class Engines:
     """The engines of one settings tree."""
 
@@ -209,7 +216,7 @@ class Engines:
         made = {
             name: _with_settings(ENGINES.get(name, EngineTable()), settings) for name, settings in (own or {}).items()
         }
-        self.tables: Mapping[str, EngineTable] = {**made, **{n: t for n, t in ENGINES.items() if n not in made}}
+        self.tables: Mapping[str, EngineTable] = _Tables(made | {n: t for n, t in ENGINES.items() if n not in made})
         """The engines of the settings first."""
         self._scanner = Scanner(family for table in self.tables.values() for family in table.families())
 

@@ -124,6 +124,14 @@ def test_an_engine_of_ones_own() -> None:
     )
 
 
+def test_an_engine_that_a_reload_took_away_shows_nothing_where_a_file_still_names_it() -> None:
+    engine, page = engines("  mine: {running: r}"), "r 3\n"
+    assert read(page, engine.tables["mine"]).metrics == LoadMetrics(scraped_at=1.0, running=3.0)
+    assert read(page, engine.tables["gone"]).metrics is None
+    assert engine.locations("gone") == engine.locations("mine")
+    assert "gone" not in engine.tables
+
+
 def test_a_built_in_engine_keeps_what_the_settings_do_not_say() -> None:
     own = engines("  vllm: {kv_utilization: [new_name, vllm:kv_cache_usage_perc], kv_blocks: ''}").tables["vllm"]
     assert own.waiting == ENGINES["vllm"].waiting
