@@ -154,7 +154,10 @@ class Exchange(ABC):
         if ticket.wait is not None:
             record.note_wait(ticket)
         if ticket.state is not TicketState.WAITING:
-            self._settled(ticket)
+            try:  # whoever called this knows nothing of the place
+                self._settled(ticket)
+            except LbError as error:
+                self.give_up(error)
         elif record.trace is not None:
             record.trace.waiting_since = ticket.submitted_at
 
