@@ -153,8 +153,8 @@ class Overlay:
         return Overlay(added, removed), with_endpoints(settings, left, source=SOURCE)
 
     def over(self, before: Settings, fresh: Settings) -> tuple[Overlay, Settings]:
-        """After a reload. `before`: what was in force; `fresh`: what the file says. Raises ConfigError if something that
-        was added does not fit; what is leased is then left out.
+        """After a reload. `before`: what was in force; `fresh`: what the file says. What is leased and does not fit any
+        more is left out. Raises ConfigError.
         """
         names = {one.name for one in fresh.endpoints}
         places = {one.place for one in fresh.endpoints}
@@ -165,7 +165,8 @@ class Overlay:
         overlay = Overlay({name: one for name, one in self.added.items() if name in stay})
         entries = [one.entry for one in overlay.added.values()]
         try:
-            return overlay, with_endpoints(fresh, [*fresh.endpoints, *entries], source="the settings and added endpoints")
+            source = "the settings and added endpoints"
+            return overlay, with_endpoints(fresh, [*fresh.endpoints, *entries], source=source)
         except ConfigError:
             if not overlay.leased:
                 raise

@@ -66,8 +66,8 @@ def other_models(fields: Mapping[str, object]) -> list[str]:
     `image_generation`, Anthropic's `advisor`). Raises LbError for what is no name.
     """
     named = [(field, fields.get(field)) for field in OTHER_NAMES]
-    tools = fields.get("tools")
-    named += [("model", one.get("model")) for one in (tools if isinstance(tools, list) else ()) if isinstance(one, dict)]
+    if isinstance(tools := fields.get("tools"), list):
+        named += [("model", one.get("model")) for one in tools if isinstance(one, dict)]
     found = []
     for field, value in named:
         for name in value if isinstance(value, list) else (value,):

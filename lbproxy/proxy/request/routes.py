@@ -162,7 +162,9 @@ _ROUTES = {
 }
 _STORED: Final = re.compile(r"/v1/(?:responses|chat/completions)/([A-Za-z0-9_-]{1,160})(?:/[a-z_]+)?/?")
 _GENERATED: Final = ("/v1/responses/", "/v1/chat/completions/")
-_OF_ANY_MODEL: Final = re.compile(r"/v1/(?:(?:messages/)?batch|realtime/calls).*|.*/(?:models?|loras?|engines|deployments)(?:/.*)?")
+_OF_ANY_MODEL: Final = re.compile(
+    r"/v1/(?:(?:messages/)?batch|realtime/calls).*|.*/(?:models?|loras?|engines|deployments)(?:/.*)?"
+)
 _READS: Final = frozenset({"GET", "HEAD"})
 _OF_IDS: Final = re.compile(r"/v1/(?:responses|chat/completions|models)/")
 """Paths that are about something with an id."""

@@ -27,12 +27,9 @@ def handed_over(folder: Path, handed: HandedOver) -> list[list[str]]:
     """What a process reads that is started as a successor: the two kinds of lines; and variables that are left."""
     file = folder / "read"
 
-    async def main() -> None:
-        pid = await start_successor([sys.executable, "-c", SUCCESSOR, str(file)], handed)
-        assert pid is not None
-        os.waitpid(pid, 0)
-
-    run(main())
+    pid = run(start_successor([sys.executable, "-c", SUCCESSOR, str(file)], handed))
+    assert pid is not None
+    os.waitpid(pid, 0)
     read: list[list[str]] = json.loads(file.read_text())
     return read
 

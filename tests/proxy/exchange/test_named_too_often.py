@@ -10,10 +10,21 @@ import json
 
 import pytest
 
-from lbproxy.core.requests.openai import MAX_MODEL_KEYS
 from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.outline import MAX_MODEL_KEYS
 from tests.support.aio import run
-from tests.support.endpoint import LAST, STREAM_HEAD, Received, ScriptedEndpoint, Wire, answer, chunk, event, reset
+from tests.support.endpoint import (
+    LAST,
+    STREAM_HEAD,
+    Received,
+    Script,
+    ScriptedEndpoint,
+    Wire,
+    answer,
+    chunk,
+    event,
+    reset,
+)
 from tests.support.pool import card
 from tests.support.rig import post, rig
 
@@ -49,22 +60,27 @@ async def in_its_first_event(wire: Wire, _: Received) -> None:
     await wire.send(STREAM_HEAD, event('{"error":{"code":503,"message":"full"}}'), LAST)
 
 
-FAILS = {"at once": answer(status=503), "in pieces": in_pieces, "in an event": in_its_first_event, "by a reset": reset}
+FAILS: dict[str, Script] = {
+    "at once": answer(status=503),
+    "in pieces": in_pieces,
+    "in an event": in_its_first_event,
+    "by a reset": reset,
+}
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "dialled"])
 @pytest.mark.parametrize("how", FAILS)
 def test_where_another_model_is_to_serve_it(how: str, kept: bool) -> None:
     async def main() -> None:
-        async with ScriptedEndpoint(FAILS[how]) as one, ScriptedEndpoint(answer()) as two:
-            async with rig(one.url, two.url, more=FALLBACK) as it:
-                for endpoint, name in zip(it.endpoints, ("big", "small"), strict=True):
-                    it.runtime.report_models(endpoint.uid, [card(name)])
-                if kept:
-                    assert (await it.ask(post(b'{"model":"small","messages":[]}'))).status == 200
-                reply = await it.ask(post(often("big")))
-                assert (reply.status, it.in_flight()) == (400, 0)
-                assert it.records.requests[-1].outcome is Outcome.INVALID_JSON
-                assert len(two.requests) == kept
+        one, two = ScriptedEndpoint(FAILS[how]), ScriptedEndpoint(answer())
+        async with one, two, rig(one.url, two.url, more=FALLBACK) as it:
+            for endpoint, name in zip(it.endpoints, ("big", "small"), strict=True):
+                it.runtime.report_models(endpoint.uid, [card(name)])
+            if kept:
+                assert (await it.ask(post(b'{"model":"small","messages":[]}'))).status == 200
+            reply = await it.ask(post(often("big")))
+            assert (reply.status, it.in_flight()) == (400, 0)
+            assert it.records.requests[-1].outcome is Outcome.INVALID_JSON
+            assert len(two.requests) == kept
 
     run(main())

@@ -245,7 +245,7 @@ REFUSED = {
     "an adapter of TensorRT-LLM": (chat("qwen-7b", lora_request={"lora_name": "poet"}), 400, "missing_model"),
     "a fallback of one": (chat("qwen-7b", content_policy_fallbacks=[{"a": ["llama"]}]), 400, "missing_model"),
     "a name within that is none": (post(b'{"a":{"model":""}}', "/v1/tomorrow"), 400, "missing_model"),
-    "more than is looked through": (post(b'{"a":"%b"}' % (b"x" * (256 << 10)), "/v1/tomorrow"), 413, "request_too_large"),
+    "more than is looked through": (post(b'{"a":"%b"}' % (b"x" * 262144), "/v1/tomorrow"), 413, "request_too_large"),
     "a list of adapters": (get("/v1/loras"), 403, "forbidden"),
     "a session in a form": (form(path="/v1/realtime/calls"), 403, "forbidden"),
     "batches": (post(b'{"input_file_id":"file-1234"}', "/v1/batches"), 403, "forbidden"),

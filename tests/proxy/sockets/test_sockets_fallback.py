@@ -140,7 +140,7 @@ def test_messages_of_who_may_name_both_are_passed_on_and_others_are_not() -> Non
     more = FALLBACK + "flows: {default: {models: [big, small]}}\n"
 
     async def main() -> None:
-        async with two(answer(status=503), more) as (it, _, small):
+        async with two(answer(status=503), more) as (it, _, _):
             for name, passes in (("big", True), ("small", True), ("other", False)):
                 client = await raw_socket(it, upgrade("/v1/realtime?model=big"))
                 said = json.dumps({"type": "session.update", "model": name}).encode()
