@@ -154,10 +154,7 @@ class Exchange(ABC):
         if ticket.wait is not None:
             record.note_wait(ticket)
         if ticket.state is not TicketState.WAITING:
-            try:  # whoever called this knows nothing of the place
-                self._settled(ticket)
-            except LbError as error:
-                self.give_up(error)
+            self.guarded(self._settled, ticket)  # whoever called this knows nothing of the place
         elif record.trace is not None:
             record.trace.waiting_since = ticket.submitted_at
 

@@ -119,3 +119,35 @@ def test_a_defect_before_an_answer_leaves_nobody_waiting(
     got = uvloop.run(main())
     assert raised
     assert got.count(b"HTTP/1.1 ") == 1
+
+
+async def in_its_first_event(wire: Wire, _: Received) -> None:
+    await wire.send(STREAM_HEAD, event('{"error":{"code":503,"message":"full"}}'), LAST)
+
+
+@interpreted
+@pytest.mark.parametrize("script", [answer(status=503), in_its_first_event, reset], ids=["whole", "event", "reset"])
+def test_a_defect_of_a_further_attempt_is_not_one_of_the_attempt_before(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is made in the callback in which the response of another endpoint arrived."""
+    real, calls = Exchange._send, []
+
+    def raising(self: Exchange, *arguments: object) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("a defect")
+        real(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Exchange, "_send", raising)
+
+    async def main() -> None:
+        one, two = ScriptedEndpoint(script), ScriptedEndpoint(answer())
+        more = "models: {big: {fallback: [small]}}\n"
+        async with one, two, rig((one.url, "models: [big]"), (two.url, "models: [small]"), more=more) as it:
+            assert (await it.ask(post(b'{"model":"small"}'))).status == 200, "its connection is kept"
+            async with asyncio.timeout(60.0):
+                assert (await it.ask(post(b'{"model":"big","stream":true}'))).status == 500
+            assert (len(calls), it.in_flight(), it.front.running) == (3, 0, 0)
+
+    uvloop.run(main())
