@@ -453,6 +453,8 @@ class RequestReader:
         route, said = request.route, request.fields.model
         facts, read = self._read(request._replace(route=_UNNAMED), large, allowed)
         in_path = path_model(route, request.target)
+        if allowed and in_path is not None and facts.model not in {None, in_path}:
+            raise LbError(Outcome.BAD_REQUEST, "The path names one model and the body another.")
         named = in_path or facts.model
         if named is not None and said not in {None, named}:
             raise LbError(Outcome.BAD_REQUEST, "x-lbproxy-model is another model than the one that the request names.")

@@ -124,6 +124,9 @@ def test_a_client_with_models_of_its_own_names_these_alone() -> None:
             hidden = (post(ONE, "/v2/models/b/infer"), post(NAMED, "/predict"), get("/v2/models/b/ready"))
             for request in (*hidden, post(ONE, "/predict", B)):
                 assert b"model_not_found" in (await it.ask(request)).body
+            assert (await it.ask(post(NAMED, "/v2/models/a/infer"))).status == 400, (
+                "which one its server reads is not known"
+            )
             assert (len(a.requests), len(b.requests)) == (3, 0)
 
     run(main())
