@@ -42,6 +42,7 @@ def test_a_model_whose_server_died_is_served_by_another_one(tmp_path: Path, work
             with pytest.raises(openai.InternalServerError) as refused:
                 ask("big", **{"x-lbproxy-fallback": "0"})
             assert refused.value.code in {"no_endpoints", "upstream_connect_failed"}
+            process.wait_for('(?s)("fallback_from":"big".*){4}')  # lines are written a little after the responses
             lines = [one for one in process.lines("request") if one.get("fallback_from")]
             assert {(one["model"], one["fallback_from"], one.get("alias")) for one in lines} == {
                 ("small", "big", None),
