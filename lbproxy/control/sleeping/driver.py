@@ -27,7 +27,7 @@ from lbproxy.net.connections.pool import ConnectionPool
 logger = logging.getLogger("lbproxy")
 
 TICK_S: Final = 0.1
-"""The interval of decisions: so much longer takes a wake for the first request."""
+"""The interval of decisions, of those that take long several: so much longer takes a wake for the first request."""
 REST_S: Final = 1.0
 """The interval of decisions where no endpoint may sleep."""
 POLL_S: Final = 1.0
@@ -84,7 +84,7 @@ class SleepDriver:
                 self._tell()
                 for order in orders:
                     tasks.create_task(self._carry_out(order))
-                await asyncio.sleep(TICK_S if self._sleepers.is_needed else REST_S)
+                await asyncio.sleep(self._sleepers.rest * TICK_S if self._sleepers.is_needed else REST_S)
 
     async def follow(self, endpoint: Endpoint) -> None:
         """Ask one server for ever whether it sleeps: a loop for `supervise`."""
