@@ -63,7 +63,7 @@ def reading_of(page: bytes, engine: str, engines: Engines) -> PageReading:
 @pytest.mark.parametrize("file", sorted(FIXTURES.rglob("*.prom")), ids=lambda file: file.stem)
 def test_sources_are_what_their_folder_calls_them(file: Path) -> None:
     source = file.read_text().partition("\n# HELP")[0]
-    documented = file.parent.name == "documented"
+    documented = file.parent.name in {"documented", "rendered"}
     assert ("not from a running server" in " ".join(source.split("\n# "))) is documented
     assert ("recorded" in source) is not documented or "as llama.cpp-b11434-idle" in source
 

@@ -21,7 +21,7 @@ from lbproxy.config.shown import without_parts_of
 from lbproxy.config.tree import Settings
 from lbproxy.control.admin.key_files import Credentials, read_credentials
 from lbproxy.control.discovery.discovery import Discovery
-from lbproxy.control.probing.inspect import Inspection, inspect
+from lbproxy.control.probing.inspect import Inspection, ShownLoad, inspect
 from lbproxy.control.saving import state_file
 from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.core.engines.dialects import Engines
@@ -279,10 +279,17 @@ def _rows(one: Inspection) -> Iterator[tuple[str, Text]]:
         yield "slots", Text(f"{slots:,} requests at a time, as it reports")
     if one.shown.asks_load is not None:
         yield "reports", Text(ASKED if one.shown.asks_load else NOT_ASKED)
-    for signal in one.shown.missing:
+    yield from _signals(one.shown)
+
+
+def _signals(shown: ShownLoad) -> Iterator[tuple[str, Text]]:
+    """Which metric is read where several differ, and what is missing."""
+    for signal, why in shown.why.items():
+        yield "read", Text(f"{signal} by {plain(why)}")
+    for signal in shown.missing:
         yield "missing", Text(f"{signal}: {COSTS[signal]}", style="yellow")
-    for cost in dict.fromkeys(COSTS[signal] for signal in one.shown.lacking):
-        signals = ", ".join(signal for signal in one.shown.lacking if COSTS[signal] == cost)
+    for cost in dict.fromkeys(COSTS[signal] for signal in shown.lacking):
+        signals = ", ".join(signal for signal in shown.lacking if COSTS[signal] == cost)
         yield "no signal", Text(f"{signals}: {cost}", style="dim")
 
 

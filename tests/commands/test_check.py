@@ -177,9 +177,10 @@ def test_the_size_of_a_cache_that_the_server_says() -> None:
     ("name", "more", "said"),
     [
         ("vllm-0.32.0-load-lora-t0", "", "3,200 tokens, kv_blocks of block_size_tokens each"),
+        ("vllm-0.33.0-hybrid-load", "", "4,738 tokens, as its metrics state, and not the 28,800 of its blocks"),
         ("documented/vllm-dp2-hybrid", "", "409,600 tokens, as its metrics state, and not the 36,000 of its blocks"),
         ("documented/vllm-dp2-hybrid", ", kv_cache_tokens: 5000", "5,000 tokens, by the settings"),
-        ("documented/sglang-hybrid", "", "200,000 tokens, kv_blocks of block_size_tokens each"),
+        ("rendered/sglang-0.5.23-hybrid", "", "200,000 tokens, kv_blocks of block_size_tokens each"),
     ],
 )
 def test_which_size_of_the_cache_counts_and_why(name: str, more: str, said: str) -> None:
@@ -187,6 +188,30 @@ def test_which_size_of_the_cache_counts_and_why(name: str, more: str, said: str)
     metrics = (FIXTURES / f"{name}.prom").read_bytes()
     _, output = checked({"/health": OK, "/metrics": page(metrics)}, more)
     assert f"  KV cache   {said}" in " ".join(output.split("\n"))
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        (
+            "rendered/sglang-0.5.23-hybrid",
+            ["kv_utilization by sglang:kv_used_tokens / sglang:max_total_num_tokens", "sglang:token_usage", "0.95"],
+        ),
+        (
+            "vllm-0.32.0-load-lora-t0",
+            ["waiting by vllm:num_requests_waiting_by_reason{reason=capacity}", "vllm:num_requests_waiting", "16"],
+        ),
+        ("sglang-0.5.23-load", []),  # they differ by rounding
+    ],
+)
+def test_of_metrics_that_differ_it_says_which_one_counts(name: str, parts: list[str]) -> None:
+    metrics = (FIXTURES / f"{name}.prom").read_bytes()
+    _, output = checked({"/health": OK, "/metrics": page(metrics)})
+    text = " ".join(output.split("\n"))
+    if parts:
+        assert "  read       {}, and not by {}, which is {}".format(*parts) in text
+    else:
+        assert "  read " not in text
 
 
 def test_who_could_show_metrics_is_told_how() -> None:

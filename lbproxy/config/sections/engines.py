@@ -63,6 +63,10 @@ class MetricSpec:
         labels = tuple((name, bare or re.sub(r"\\([\\\"])", r"\1", quoted)) for name, quoted, bare in pairs)
         return cls(match[1], labels, value_label, above_one)
 
+    def __str__(self) -> str:
+        labels = ",".join(f"{name}={value}" for name, value in self.labels)
+        return f"{self.family}{{{labels}}}" if labels else self.family
+
 
 @dataclass(frozen=True, slots=True)
 class MetricRatio:

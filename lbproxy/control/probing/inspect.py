@@ -4,16 +4,20 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from lbproxy.config.sections.endpoints import ScrapeSettings
+from lbproxy.config.sections.engines import MetricSpec
 from lbproxy.config.sections.health import HealthSettings
 from lbproxy.config.shown import without_values
 from lbproxy.control.probing.prober import ModelsAnswer, ask_description, ask_health, ask_models, self_describing
 from lbproxy.control.probing.scraper import FoundPage, ScrapeError, Target, fetch_page, find_page
 from lbproxy.core.endpoints.endpoint import EndpointSpec, handover_of
-from lbproxy.core.engines.dialects import Engines
+from lbproxy.core.engines.dialects import Engines, EngineTable
 from lbproxy.core.engines.handover import Handover, Role
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.engines.pairing import Part, states_role
@@ -47,6 +51,8 @@ class ShownLoad:
     """The connector that vLLM shows."""
     page: str | None = None
     """Where its metrics stand; None = they were not found, or are not to be asked for."""
+    why: Mapping[str, str] = field(default_factory=dict)
+    """Of signals for which its metrics show different values: which counts, and what another one says."""
     problem: str | None = None
 
 
@@ -188,8 +194,23 @@ async def _ask_load(
         len(reading.ranks) or 1,
         _reported(found),
         without_values(str(found.target)),
+        {name: why for name in present if (why := _why(table, name, found.page)) is not None},
         None if present else f"none of {found.engine}'s metrics is on the page",
     )
+
+
+def _why(table: EngineTable, name: str, page: bytes) -> str | None:
+    """By which of the metrics for a signal its value is read, if another one on the page has a different value."""
+    found: list[tuple[str, float]] = []
+    for spec in table.signals()[name]:
+        only: dict[str, Any] = {name: (spec,)}
+        alone = PageReader(replace(table, **only), keep_s=0.0)
+        load = alone.read(page, scraped_at=0.0, wall_time=0.0).metrics
+        if load is not None and (value := getattr(load, name)) is not None:
+            text = str(spec) if isinstance(spec, MetricSpec) else f"{spec.used} / {spec.capacity}"
+            found.append((text, value))
+    other = next((one for one in found if not math.isclose(one[1], found[0][1], rel_tol=0.01)), None)
+    return None if other is None else f"{found[0][0]}, and not by {other[0]}, which is {other[1]:,.6g}"
 
 
 def _reported(found: FoundPage) -> Handover | None:

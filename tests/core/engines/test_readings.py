@@ -79,9 +79,11 @@ def of_page(name: str, engine: str) -> PageReading:
     [
         ("vllm-0.32.0-load-lora-t0", "vllm", 2738.0),
         ("vllm-0.32.0-dp2-load", "vllm", 691.0 + 680.0),
+        ("vllm-0.33.0-load", "vllm", 2772.0),
         ("sglang-0.5.23-load", "sglang", 1246.0 + 2700.0 + 224.0),
         ("llama.cpp-b11434-load", "llamacpp", 571.0),
         ("documented/trtllm-serve", "trtllm-serve", None),
+        ("rendered/lmdeploy-0.18.0", "lmdeploy", 1234.0),
     ],
 )
 def test_what_an_engine_counts_while_it_works(name: str, engine: str, work: float | None) -> None:
@@ -124,8 +126,9 @@ def lora(*names: str) -> LoraMetrics:
     return LoraMetrics(frozenset(names), frozenset(names), 2)
 
 
-FIRST, SECOND = 1.79522408092e09, 1.79522494123e09
-"""When two recorded vLLM servers say they were started."""
+FIRST, SECOND, THIRD, FOURTH = 1.79522408092e09, 1.79522494123e09, 1.79599020351e09, 1.79599075854e09
+"""When recorded vLLM servers say they were started."""
+LMDEPLOY = 1.79599013623e09
 
 
 @pytest.mark.parametrize(
@@ -148,6 +151,8 @@ FIRST, SECOND = 1.79522408092e09, 1.79522494123e09
         ("vllm-0.32.0-after-prefix-hit", load(0.0, 0.0, 0.0, 32, 100, lora=lora(), started_at=FIRST)),
         ("vllm-0.32.0-load-lora-t3", load(0.0, 2.0, 0.18181818181818177, 32, 100, lora=lora("c"), started_at=FIRST)),
         ("vllm-0.32.0-busy-2-running-rejecting", load(0.0, 2.0, 0.5641025641025641, 32, 40, started_at=SECOND)),
+        ("vllm-0.33.0-load", load(8.0, 6.0, 0.9090909090909091, 32, 100, started_at=THIRD)),
+        ("vllm-0.33.0-hybrid-load", load(8.0, 6.0, 0.4983314794215795, 32, 900, started_at=FOURTH)),
         ("documented/vllm-0.8.5", load(3.0, 4.0, 0.25, 16, 27000)),
         ("documented/vllm-dp2-hybrid", load(2.0, 4.0, 0.375, 4, 9000)),
     ],
@@ -163,8 +168,8 @@ def test_vllm(name: str, expected: LoadMetrics) -> None:
         ("sglang-0.5.23-load", load(1.0, 15.0, 0.87890625, 16, 256)),
         ("sglang-0.5.23-after-prefix-hit", load(0.0, 0.0, 0.05859375, 16, 256)),
         ("documented/sglang-0.5.10", load(9.0, 6.0, 0.75, 64, 512)),
-        ("documented/sglang-hybrid", load(0.0, 4.0, 0.25, 1, 200_000)),  # not .95, that of sliding windows
-        ("documented/sglang-dp2-pp2-tp4", load(2.0, 6.0, 0.5, 16, 512)),  # 6 run, not the sum of 16 schedulers
+        ("rendered/sglang-0.5.23-hybrid", load(0.0, 4.0, 0.25, 1, 200_000)),  # not .95, that of sliding windows
+        ("rendered/sglang-0.5.23-dp2-pp2-tp4", load(2.0, 6.0, 0.5, 16, 512)),  # 6 run, not the sum of 16 schedulers
     ],
 )
 def test_sglang(name: str, expected: LoadMetrics) -> None:
@@ -177,7 +182,7 @@ def test_sglang(name: str, expected: LoadMetrics) -> None:
     [
         ("documented/trtllm-serve", "trtllm-serve", load(2.0, 7.0, 0.5, 32, 2000)),
         ("documented/triton-tensorrt-llm", "triton-tensorrt-llm", load(3.0, 8.0, 0.4, 64, 4000)),
-        ("documented/lmdeploy-0.18", "lmdeploy", load(8.0, 6.0, 0.75, None, None)),
+        ("rendered/lmdeploy-0.18.0", "lmdeploy", load(8.0, 6.0, 0.75, None, None, started_at=LMDEPLOY)),
         ("llama.cpp-b11434-idle", "llamacpp", load(0.0, 0.0, None, None, None)),
         ("llama.cpp-b11434-load", "llamacpp", load(3.0, 2.0, None, None, None)),
     ],
@@ -192,11 +197,13 @@ def test_other_engines(name: str, engine: str, expected: LoadMetrics) -> None:
     [
         ("vllm-0.32.0-load-lora-t0", "vllm", 2.0, None, 3200),
         ("vllm-0.32.0-dp2-load", "vllm", 0.0, None, 120 * 32),  # 1,920 of each rank
+        ("vllm-0.33.0-load", "vllm", 0.0, None, 3200),
+        ("vllm-0.33.0-hybrid-load", "vllm", 0.0, None, 4738),  # not 900 blocks of 32
         ("documented/vllm-dp2-hybrid", "vllm", 7.0, None, 2 * 204_800),  # not 9,000 blocks of 4
         ("documented/vllm-0.8.5", "vllm", None, None, 27_000 * 16),
         ("sglang-0.5.23-load", "sglang", None, None, 4096),
-        ("documented/sglang-hybrid", "sglang", None, None, 200_000),
-        ("documented/sglang-dp2-pp2-tp4", "sglang", None, None, 2 * 4096),
+        ("rendered/sglang-0.5.23-hybrid", "sglang", None, None, 200_000),
+        ("rendered/sglang-0.5.23-dp2-pp2-tp4", "sglang", None, None, 2 * 4096),
         ("documented/trtllm-serve", "trtllm-serve", None, 64, 64_000),
         ("documented/triton-tensorrt-llm", "triton-tensorrt-llm", None, 1024, 4000 * 64),
     ],
@@ -245,7 +252,10 @@ def test_each_rank_has_the_size_that_it_states() -> None:
     got = PageReader(VLLM, keep_s=0.0).read(page, scraped_at=5.0, wall_time=WALL_TIME)
     of_ranks = [(one.waiting, one.deferred, one.kv_tokens) for one in got.ranks]
     assert of_ranks == [(2.0, 7.0, 204_800), (0.0, 0.0, 204_800)]
-    page = recorded("documented/sglang-dp2-pp2-tp4")
+    page = recorded("vllm-0.33.0-dp2-hybrid-load")
+    got = PageReader(VLLM, keep_s=0.0).read(page, scraped_at=5.0, wall_time=WALL_TIME)
+    assert [(one.waiting, one.running, one.kv_tokens) for one in got.ranks] == [(0.0, 7.0, 4738), (1.0, 6.0, 4738)]
+    page = recorded("rendered/sglang-0.5.23-dp2-pp2-tp4")
     got = PageReader(ENGINES["sglang"], keep_s=0.0).read(page, scraped_at=5.0, wall_time=WALL_TIME)
     assert [(one.waiting, one.running, one.kv_utilization, one.kv_tokens) for one in got.ranks] == [
         (2.0, 4.0, 0.75, 4096),
