@@ -101,7 +101,8 @@ class Limits:
         flow, allowance, request = ticket.flow, ticket.placed_state.allowance, ticket.request
         if usage is None or flow is None:
             return
-        if usage.completion_tokens is not None and not usage.is_estimate and request.leg != PREFILL:
+        is_one = request.leg != PREFILL and not request.open_ended  # a WebSocket has many responses
+        if usage.completion_tokens is not None and not usage.is_estimate and is_one:
             flow.allowance.responded(usage.completion_tokens)
             if allowance is not None:
                 allowance.responded(usage.completion_tokens)

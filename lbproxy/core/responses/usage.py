@@ -222,6 +222,31 @@ class StreamUsage:
         return usage if first is None else _merged(first, usage)
 
 
+class MessageUsage:
+    """The usage of messages of JSON, each of which may report that of another response: their sum."""
+
+    def __init__(self) -> None:
+        self.total: Usage | None = None
+        """None if none was reported."""
+        self._walk: JsonWalk | None = None
+        """The walk of a message that came in pieces."""
+
+    def feed(self, piece: bytes, *, ends: bool) -> Usage | None:
+        """The next piece of a message, which `ends` with it. Returns what the message reports, once it ended."""
+        walk, self._walk = self._walk, None
+        if walk is None and ends:
+            usage = read_usage(piece)
+        else:
+            walk = walk or JsonWalk(USAGE_KEY[1:-1])
+            walk.feed(piece)
+            if not ends:
+                self._walk = walk
+                return None
+            usage = read_value(walk.value)
+        self.total = added(self.total, usage)
+        return usage
+
+
 def _merged(first: Usage, last: Usage) -> Usage:
     """Merge the first and last report of a stream that reports its prompt at the beginning and the rest at the end.
     vLLM's first report has the complete prompt; its last one has the parts of it.

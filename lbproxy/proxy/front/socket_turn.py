@@ -9,6 +9,7 @@ from typing import TypeVarTuple, cast
 
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import Usage
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.net.connections.backlog import Walker
 from lbproxy.net.connections.h1 import ResponseHead
@@ -130,11 +131,17 @@ class SocketTurn(Turn):
         else:
             Turn._release_work(self)
 
+    def _used_so_far(self, outcome: Outcome) -> Usage | None:
+        if self._socket is None:
+            return Turn._used_so_far(self, outcome)
+        self.record.usage = usage = self._socket.served.usage
+        return usage
+
     # socket_relay.SocketOwner
 
-    def progress(self, messages: int) -> None:
+    def progress(self, tokens: int) -> None:
         assert self._ticket is not None
-        self._shared.runtime.progress(self._ticket, messages)
+        self._shared.runtime.progress(self._ticket, tokens)
 
     def walk_later(self, walker: Walker) -> None:
         self._shared.connections.backlog.add(walker)
@@ -147,5 +154,5 @@ class SocketTurn(Turn):
         assert self._ticket is not None
         if self.step is not FINISHED:
             self.record.outcome = outcome
-            self._shared.runtime.close(self._ticket, outcome, timed_out=timed_out)
+            self._shared.runtime.close(self._ticket, outcome, self._used_so_far(outcome), timed_out=timed_out)
             self.finish(False)

@@ -40,6 +40,7 @@ __all__ = [
     "Frame",
     "FrameError",
     "FrameReader",
+    "Opcode",
     "close_code",
     "close_frame",
     "is_close",

@@ -47,6 +47,7 @@ from lbproxy.proxy.sockets.frames import (
     ping_frame,
 )
 from lbproxy.proxy.sockets.own_models import OwnModels
+from lbproxy.proxy.sockets.served import ServedMessages
 
 _GONE: Final = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
 """Not every system tells that the peer sends nothing more."""
@@ -137,8 +138,8 @@ class SocketOwner(Protocol):
     def guarded(self, step: Callable[[*Arguments], None], *arguments: *Arguments) -> None:
         """Run a step; nothing above handles its exceptions. If it raises, that is a defect, and ends everything."""
 
-    def progress(self, messages: int) -> None:
-        """Report more messages of the endpoint; at most every `PROGRESS_S`."""
+    def progress(self, tokens: int) -> None:
+        """Report more tokens of the endpoint's responses, as far as known; at most every `PROGRESS_S`."""
 
     def walk_later(self, walker: Walker) -> None:
         """Have it walk on in a later turn of the loop."""
@@ -184,8 +185,8 @@ class SocketRelay:
         """The payload of our ping, while it is out."""
         self._asks_at = 0.0
         """When a client that is not read may be sent a ping again."""
-        self._messages = 0
-        """Messages that were not reported as progress yet."""
+        self.served = ServedMessages()
+        """What the endpoint's messages took."""
         self._progress_at = 0.0
         self._lost: str | None = None
         """Why the endpoint's connection was lost, before all that came of it was passed on."""
@@ -210,7 +211,7 @@ class SocketRelay:
         """The next bytes of the endpoint."""
         self._take(self.server, data)
         now = self._runtime.now()
-        if self._messages and now >= self._progress_at:
+        if now >= self._progress_at:
             self._progress_at = now + PROGRESS_S
             self._report_progress()
 
@@ -314,7 +315,7 @@ class SocketRelay:
     def _note_message(self, frame: Frame) -> None:
         if self._record.first_byte_at is None:
             self._record.first_byte_at = self._runtime.now()
-        self._messages += frame.fin
+        self.served.note(frame)
 
     def _note_close(self, side: Side, frame: Frame) -> None:
         """Log an endpoint that closes for a reason of its own. The text of the reason may contain parts of the
@@ -418,6 +419,6 @@ class SocketRelay:
         self._owner.end_server(at_once=self.server.is_full)
 
     def _report_progress(self) -> None:
-        messages, self._messages = self._messages, 0
-        if messages:
-            self._owner.progress(messages)
+        tokens = self.served.take()
+        if tokens:
+            self._owner.progress(tokens)
