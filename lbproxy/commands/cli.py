@@ -140,11 +140,15 @@ def _add_mock(mock: argparse.ArgumentParser) -> None:
     mock.add_argument("--seed", type=int, default=0, help="servers with the same seed give the same responses")
     what = "a fault, such as 'status code=503 share=0.2 for=10'; may be given several times"
     mock.add_argument("--fault", action="append", default=[], help=what)
-    what = "a LoRA adapter that it serves; may be given several times"
+    what = "a LoRA adapter that it serves, or a further model of --engine ollama; may be given several times"
     mock.add_argument("--adapter", action="append", default=[], metavar="NAME", help=what)
     mock.add_argument(
         "--max-loras", type=int, default=1, help="adapters that run at the same time (default: 1, as in vLLM)"
     )
+    what = "models in memory at a time, with --engine ollama (default: 3)"
+    mock.add_argument("--max-loaded", type=int, default=3, metavar="N", help=what)
+    what = "how long loading one takes (default: 0)"
+    mock.add_argument("--load-time", type=_seconds, default=0.0, metavar="DURATION", help=what)
     what = "allow loading and unloading of adapters over HTTP"
     mock.add_argument("--lora-updates", action="store_true", help=what)
     _add_transfer(mock.add_argument_group("prefill and decode on different servers"))

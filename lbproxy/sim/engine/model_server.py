@@ -9,15 +9,17 @@ for a prompt, whatever else it does.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
 
 from lbproxy.sim.engine.engine import JITTER_SIGMA, Engine
 from lbproxy.sim.engine.fixed import FixedEngine, FixedTimes
+from lbproxy.sim.engine.on_demand import Loading, OnDemandEngine
 from lbproxy.sim.engine.presets import Preset
 from lbproxy.sim.engine.ranks import RankedEngine
 
-ModelServer: TypeAlias = Engine | FixedEngine | RankedEngine
+ModelServer: TypeAlias = Engine | FixedEngine | OnDemandEngine | RankedEngine
 """One server. The calls are described at `Engine`."""
 
 
@@ -26,17 +28,24 @@ def make_server(  # noqa: PLR0913 - all that servers differ in
     *,
     ranks: int = 1,
     times: FixedTimes | None = None,
+    loading: Loading | None = None,
     max_model_len: int | None = None,
     speed: float = 1.0,
     rng: random.Random | None = None,
     jitter: float = JITTER_SIGMA,
     name_tokens: bool = True,
 ) -> ModelServer:
-    """`times`: it takes so long for everything; else it is one engine, or so many `ranks`. The rest as `Engine`."""
+    """`times`: it takes so long for everything; else it is one engine, or so many `ranks`. `loading`: it loads models
+    on demand, each of which is as it would be. The rest as `Engine`.
+    """
+    make: Callable[..., Engine | FixedEngine]
     if times is not None:
-        return FixedEngine(preset, times, max_model_len=max_model_len, speed=speed, rng=rng, name_tokens=name_tokens)
-    engine = partial(Engine, preset, max_model_len=max_model_len, speed=speed, jitter=jitter, name_tokens=name_tokens)
+        make = partial(FixedEngine, preset, times, max_model_len=max_model_len, speed=speed, name_tokens=name_tokens)
+    else:
+        make = partial(Engine, preset, max_model_len=max_model_len, speed=speed, jitter=jitter, name_tokens=name_tokens)
+    if loading is not None:
+        return OnDemandEngine(partial(make, rng=rng), loading, rng=rng)
     if ranks == 1:
-        return engine(rng=rng)
+        return make(rng=rng)
     own = [None if rng is None else random.Random(rng.getrandbits(64)) for _ in range(ranks)]
-    return RankedEngine([engine(rng=one) for one in own])
+    return RankedEngine([engine for one in own if isinstance(engine := make(rng=one), Engine)])

@@ -10,12 +10,16 @@ from collections.abc import Callable, Sequence
 
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.sim.engine.engine import RequestTooLong, SimRequest
+from lbproxy.sim.engine.on_demand import OnDemandEngine
 from lbproxy.sim.fleet.des import EventHeap
 from lbproxy.sim.fleet.fleet import FaultKind, FleetOptions, OtherTraffic, ServerFault
 from lbproxy.sim.fleet.live import LiveBalancer, LiveServer, page_of
 
 PROBE_UP_S, PROBE_DOWN_S = 2.0, 0.5
 """As in the proxy's default settings."""
+LOADED_S = 1.0
+"""Likewise."""
+DECIDE_S = 0.1
 HUNG_SPEED = 1e-9
 NAME = "others-"
 """What the ids of their requests begin with; those of jobs do not."""
@@ -34,18 +38,39 @@ class Asking:
         """From now on."""
         options = self._options
         for front in fronts:
+            if any(server.spec.loading is not None for server in servers):
+                self._heap.at(0.0, self._decide, front)
             for server in servers:
                 if options.scrape_interval_s is not None and server.spec.metrics:
                     # The first at once: nobody starts without gauges.
                     self._heap.at(rng.uniform(0, options.scrape_interval_s) * 0.1, self._scrape, (front, server))
+                if server.spec.loading is not None and options.follows_loads:
+                    self._heap.at(0.0, self._ask_loaded, (front, server))
                 if any(fault.speed is None for fault in options.faults):
                     self._heap.at(rng.uniform(0, PROBE_UP_S), self._probe, (front, server))
+
+    def _decide(self, front: LiveBalancer) -> None:
+        """Have a balancer decide which models are to be loaded."""
+        self._heap.at(self._heap.now + DECIDE_S, self._decide, front)
+        front.balancer.sleepers.decide(self._heap.now)
+        front.balancer.sleepers.transitions.clear()
+        self._poll(front)
 
     def _probe(self, pair: tuple[LiveBalancer, LiveServer]) -> None:
         front, server = pair
         front.balancer.report_health(server.uids[front.number], server.alive, "probe", now=self._heap.now)
         self._heap.at(self._heap.now + (PROBE_UP_S if server.alive else PROBE_DOWN_S), self._probe, pair)
         self._poll(front)
+
+    def _ask_loaded(self, pair: tuple[LiveBalancer, LiveServer]) -> None:
+        """Which models are in memory."""
+        front, server = pair
+        self._heap.at(self._heap.now + LOADED_S, self._ask_loaded, pair)
+        if server.alive and isinstance(server.engine, OnDemandEngine):
+            server.engine.look(now=self._heap.now)
+            models, asked_at = server.engine.resident(), self._heap.now - self._options.scrape_delay_s
+            front.balancer.sleepers.loaded(server.uids[front.number], models, asked_at=asked_at, now=self._heap.now)
+            self._poll(front)
 
     def _scrape(self, pair: tuple[LiveBalancer, LiveServer]) -> None:
         front, server = pair

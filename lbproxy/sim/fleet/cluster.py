@@ -24,6 +24,7 @@ from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import DECODE, PREFILL, InferenceRequest, Usage, estimated
 from lbproxy.core.requests.retry import FailureKind
 from lbproxy.sim.engine.engine import FirstToken, RequestTooLong
+from lbproxy.sim.engine.model_server import ModelServer
 from lbproxy.sim.fleet.around import Asking, Faults, OthersTraffic
 from lbproxy.sim.fleet.arrivals import read_job
 from lbproxy.sim.fleet.des import EventHeap
@@ -100,6 +101,10 @@ class Fleet:
             self._heap.at(self.now + every_s, look, None)
 
         self._heap.at(every_s, look, None)
+
+    def engines(self) -> list[ModelServer]:
+        """Those of the servers, in their order."""
+        return [server.engine for server in self._servers]
 
     @property
     def now(self) -> float:

@@ -16,6 +16,7 @@ from lbproxy.core.queue.flows import FlowRules
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.sim.engine.engine import JITTER_SIGMA
 from lbproxy.sim.engine.fixed import FixedTimes
+from lbproxy.sim.engine.on_demand import Loading
 from lbproxy.sim.engine.presets import Preset
 from lbproxy.sim.engine.sequence import EngineGauges
 from lbproxy.sim.workloads.workload import Job
@@ -56,6 +57,8 @@ class SimulatedServer:
     ranks: int = 1
     times: FixedTimes | None = None
     """It takes so long for everything, whatever the preset says; None = it is an engine."""
+    loading: Loading | None = None
+    """It loads models on demand, which it lists instead of adapters."""
     jitter: float = JITTER_SIGMA
     """Spread of the times of its steps: sigma of a lognormal."""
     metrics: bool = True
@@ -148,6 +151,10 @@ class FleetOptions:
     adapters: tuple[str, ...] = ()
     """LoRA adapters that every server with `max_loras` serves."""
     adapters_known: bool = True
+    follows_loads: bool = True
+    """Balancers are told that servers load models on demand, and which are loaded."""
+    never_load: tuple[frozenset[str], ...] = ()
+    """Models that each server is not to load; empty = each may load all."""
     sizes_declared: bool = False
     scrape_interval_s: float | None = 0.2
     scrape_delay_s: float = 0.005

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.endpoints.endpoint import EndpointSpec, EndpointUid
+from lbproxy.core.endpoints.endpoint import NOTHING_SAID, EndpointSpec, EndpointUid, LoadSpec
 from lbproxy.core.engines.handover import Role
 from lbproxy.core.engines.load_metrics import LoadMetrics, LoraMetrics
 from lbproxy.core.queue.ticket import Ticket
@@ -24,6 +24,9 @@ from lbproxy.sim.engine.model_server import ModelServer, make_server
 from lbproxy.sim.engine.presets import BLOCK_TOKENS
 from lbproxy.sim.engine.sequence import EngineGauges, Hold
 from lbproxy.sim.fleet.fleet import BASE_MODEL, CONNECTOR, FleetOptions, Reported, Served, SimulatedServer
+
+OLLAMA = "ollama"
+"""The engine that servers which load models on demand are taken for."""
 
 
 @dataclass(slots=True, eq=False)
@@ -103,6 +106,7 @@ def introduce(front: LiveBalancer, servers: Sequence[LiveServer], options: Fleet
             kv_cache_tokens=server.spec.preset.kv_tokens if options.sizes_declared else None,
             role=server.spec.role,
             connector=None if server.spec.role is Role.BOTH else CONNECTOR,
+            loading=LoadSpec(never=options.never_load[server.number]) if options.never_load else NOTHING_SAID,
         )
         for server in servers
     ]
@@ -114,7 +118,14 @@ def introduce(front: LiveBalancer, servers: Sequence[LiveServer], options: Fleet
             server.uids.append(endpoint.uid)
         assert server.uids[front.number] == endpoint.uid
         balancer.report_health(endpoint.uid, True, "simulated", now=now)
-        balancer.report_models(endpoint.uid, cards if server.spec.preset.max_loras else cards[:1])
+        if server.spec.loading is not None:
+            names = server.spec.loading.load_s
+            balancer.report_models(
+                endpoint.uid,
+                [ModelCard(name, b"{}", engine=OLLAMA if options.follows_loads else None) for name in names],
+            )
+        else:
+            balancer.report_models(endpoint.uid, cards if server.spec.preset.max_loras else cards[:1])
 
 
 def engine_of(spec: SimulatedServer, rng: random.Random | None) -> ModelServer:
@@ -123,6 +134,7 @@ def engine_of(spec: SimulatedServer, rng: random.Random | None) -> ModelServer:
         spec.preset,
         ranks=spec.ranks,
         times=spec.times,
+        loading=spec.loading,
         speed=spec.speed,
         rng=rng,
         jitter=spec.jitter,

@@ -185,7 +185,7 @@ def describe(engine: str, kv_tokens: int, slots: int, *, role: str = "both", boo
 def models_body(
     model: str, *, created: int, max_model_len: int, engine: str = "vllm", adapters: Sequence[Json] = ()
 ) -> bytes:
-    """The body of /v1/models. `adapters`: their entries."""
+    """The body of /v1/models. `adapters`: their entries; of Ollama they are models like the first."""
     card = {
         "id": model,
         "object": "model",
@@ -196,4 +196,6 @@ def models_body(
         "max_model_len": max_model_len,
         "permission": [],
     }
+    if engine == "ollama":
+        adapters = [card | {"id": one["id"], "root": one["id"]} for one in adapters]
     return orjson.dumps({"object": "list", "data": [card, *adapters]})

@@ -66,6 +66,7 @@ class MockServer:
             options.hardware(),
             ranks=options.ranks,
             times=options.times(),
+            loading=options.loading(),
             max_model_len=options.max_model_len,
             speed=options.speed,
             rng=random.Random(options.seed),

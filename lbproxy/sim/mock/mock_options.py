@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lbproxy.sim.engine.fixed import FirstTokenSpread, FixedTimes
+from lbproxy.sim.engine.on_demand import Loading
 from lbproxy.sim.engine.presets import PRESETS, Preset
 from lbproxy.sim.mock.adapters import MAX_ADAPTERS, Adapters
 from lbproxy.sim.mock.faults import parse_faults
@@ -60,6 +61,10 @@ class MockOptions:
     """What it does wrong from the start: see `faults.py`."""
     adapters: tuple[str, ...] = ()
     max_loras: int = 1
+    max_loaded: int = 3
+    """Models in memory at a time, with engine ollama: `adapters` are further models then."""
+    load_time: float = 0.0
+    """Seconds that loading one takes."""
     lora_updates: bool = False
     role: Literal["both", "prefill", "decode"] = "both"
     connector: Literal["nixl", "shared-storage", "sglang", "mooncake"] | None = None
@@ -106,6 +111,8 @@ class MockOptions:
             raise ValueError(f"max_model_len must be at least 2, got {self.max_model_len}")
         if not 1 <= self.max_loras <= MAX_ADAPTERS:
             raise ValueError(f"max_loras must be within 1..{MAX_ADAPTERS}, got {self.max_loras}")
+        if self.max_loaded < 1 or not 0 <= self.load_time < float("inf"):
+            raise ValueError("max_loaded must be at least 1, and load_time a number of seconds")
         if not 1 <= self.ranks <= MAX_RANKS:
             raise ValueError(f"ranks must be within 1..{MAX_RANKS}, got {self.ranks}")
         if self.ttft is not None and self.ranks > 1:
@@ -185,5 +192,11 @@ class MockOptions:
             kv_tokens=preset.kv_tokens if self.kv_tokens is None else self.kv_tokens,
             max_sequences=preset.max_sequences if self.max_num_seqs is None else self.max_num_seqs,
             prefix_caching=self.prefix_cache,
-            max_loras=self.max_loras if self.adapters or self.lora_updates else 0,
+            max_loras=self.max_loras if (self.adapters or self.lora_updates) and self.loading() is None else 0,
         )
+
+    def loading(self) -> Loading | None:
+        """What a server that loads models on demand needs for that; None = it is none."""
+        if self.engine != "ollama":
+            return None
+        return Loading(load_s=dict.fromkeys((self.model, *self.adapters), self.load_time), most=self.max_loaded)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The simulated server as Ollama: its own API, in lines of JSON, and which model it has loaded since when.
 
-Fields are those of Ollama's documentation of its API. Loading takes no time.
+Fields are those of Ollama's documentation of its API. Loading is the engine's (`sim.engine.on_demand`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from functools import partial
 import orjson
 from aiohttp import web
 
+from lbproxy.sim.engine.on_demand import OnDemandEngine
 from lbproxy.sim.mock.apis.call import GenerationCall, Identity, PlannedChoice, Writer, at_least_one, prompt_tokens_of
 from lbproxy.sim.mock.apis.chat import chat_prompt
 from lbproxy.sim.mock.apis.conversation import Turns, render
@@ -70,8 +71,9 @@ class Ollama:
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
-        self._loaded: tuple[int, float] | None = None
-        """The length of the context, and until when (seconds since 1970); None: nothing was asked for."""
+        self._models = (desk.options.model, *desk.options.adapters)
+        self._wanted: dict[str, tuple[int, float]] = {}
+        """What was asked for last of each model: the length of its context, and until when (seconds since 1970)."""
 
     def routes(self) -> list[web.RouteDef]:
         posts: dict[str, Callable[[web.Request], Awaitable[web.StreamResponse]]] = {
@@ -120,11 +122,16 @@ class Ollama:
 
     def _load(self, fields: Json) -> Json:
         """Have the model loaded as a request wants it. Returns its options. Raises EngineError."""
-        self._desk.adapter(str(required(fields, "model")))
+        model = str(required(fields, "model"))
+        self._desk.adapter(model)
         options = typed(fields, "options", dict, "dictionary") or {}
         keep = fields.get("keep_alive")
         keep_s = float(keep) if isinstance(keep, int | float) else KEEP_S
-        self._loaded = integer(options, "num_ctx") or CONTEXT, time.time() + (keep_s if keep_s >= 0 else 1e9)
+        keep_s = keep_s if keep_s >= 0 else 1e9
+        self._wanted[model] = integer(options, "num_ctx") or CONTEXT, time.time() + keep_s
+        engine = self._desk.driver.engine
+        assert isinstance(engine, OnDemandEngine)
+        engine.keep(model, keep_s)
         return options
 
     async def _show(self, request: web.Request) -> web.StreamResponse:
@@ -140,18 +147,19 @@ class Ollama:
         return json_response(dump({"version": VERSION}))
 
     async def _tags(self, _request: web.Request) -> web.StreamResponse:
-        return json_response(dump({"models": [self._entry() | {"modified_at": _stamp(0)}]}))
+        return json_response(dump({"models": [_entry(name) | {"modified_at": _stamp(0)} for name in self._models]}))
 
     async def _ps(self, _request: web.Request) -> web.StreamResponse:
-        loaded = []
-        if self._loaded is not None and time.time() < self._loaded[1]:
-            context, until = self._loaded
-            loaded = [self._entry() | {"expires_at": _stamp(until), "size_vram": 1, "context_length": context}]
+        engine, loaded = self._desk.driver.engine, []
+        assert isinstance(engine, OnDemandEngine)
+        for name in engine.resident():
+            context, until = self._wanted.get(name, (CONTEXT, time.time() + KEEP_S))
+            loaded.append(_entry(name) | {"expires_at": _stamp(until), "size_vram": 1, "context_length": context})
         return json_response(dump({"models": loaded}))
 
-    def _entry(self) -> Json:
-        name = self._desk.options.model
-        return {"name": name, "model": name, "size": 1, "digest": "0" * 64, "details": _DETAILS}
+
+def _entry(name: str) -> Json:
+    return {"name": name, "model": name, "size": 1, "digest": "0" * 64, "details": _DETAILS}
 
 
 _DETAILS: Json = {
