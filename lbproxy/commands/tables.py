@@ -143,6 +143,8 @@ def offer(state: Fields) -> Text:
     text = Text(f"{plain(state['listen'])} {what}" if state.get("listen") else what)
     for line in [need for one in state.get("models") or () if (need := _need(one)) is not None][:MAX_MODELS]:
         text.append(f"\n{line}")
+    for one in [one for one in state["endpoints"] if one.get("in_memory") is not None][:MAX_MODELS]:
+        text.append(f"\n{plain(one['name'])} has in memory: {_in_memory(one['in_memory'])}")
     ailing = [one for one in state["endpoints"] if one["health"] not in {"up", "starting"} and not one["leaving"]]
     for one in ailing[:MAX_AILING]:
         why = f": {plain(one['reason'])}" if one.get("reason") else ""  # 0.2.0 says it of no endpoint
@@ -150,6 +152,12 @@ def offer(state: Fields) -> Text:
     if len(ailing) > MAX_AILING:
         text.append(f"\nand {len(ailing) - MAX_AILING} more", style="red")
     return text
+
+
+def _in_memory(models: Sequence[Fields]) -> str:
+    """The models of an endpoint that loads them on demand."""
+    words = [plain(one["model"]) + ("" if one["state"] == "loaded" else f" ({one['state']})") for one in models]
+    return ", ".join(words) or "no model"
 
 
 def _need(model: Fields) -> str | None:

@@ -408,7 +408,8 @@ class Balancer:
         flows, sleep = self._flows.snapshot(self._queue.by_flow()), self.sleepers.snapshot(now)
         transfer = None if self._pool is None else of_transfer(self._pool)
         endpoints, models = self._endpoints.snapshot(now=now), self._placing.advice.models
-        return PoolSnapshot(endpoints, len(self._queue), self._queue.bytes, flows, transfer, models, sleep)
+        in_memory = self.sleepers.in_memory(now)
+        return PoolSnapshot(endpoints, len(self._queue), self._queue.bytes, flows, transfer, models, sleep, in_memory)
 
     def unavailable(self) -> Sequence[tuple[Endpoint, str]]:
         """Endpoints that take no requests, with the reasons: the first of them."""

@@ -74,6 +74,8 @@ class Placing:
             self.journal.placed(ticket, now)
         state.in_flight += 1
         state.awaiting_first_byte += 1
+        if (on_demand := state.standing.on_demand) is not None and ticket.request.model is not None:
+            on_demand.count(ticket.request.model, 1)
         state.placed += 1
         state.placed_seq = self._placements
         ticket.state, ticket.placed_on, ticket.placed_at = TicketState.PLACED, state, now
@@ -83,6 +85,8 @@ class Placing:
         if self._endpoints.has_loads and not ticket.request.open_ended:  # the work of a WebSocket is not known
             ticket.load = state.load
             ticket.placement = ticket.load.place(ticket.request, now)
+            if on_demand is not None and ticket.request.model in on_demand.loading:
+                ticket.placement.wait_for_model()
             self.advice.demand.placed(ticket.placement)
         assert ticket.flow is not None
         if ticket.flow.limited or state.allowance is not None:
@@ -145,6 +149,8 @@ class Placing:
             charged = charged._replace(cached_tokens=None)
         usage = told = None if charged is not None and charged.is_estimate else charged
         state.in_flight -= 1
+        if (on_demand := state.standing.on_demand) is not None and ticket.request.model is not None:
+            on_demand.count(ticket.request.model, -1)
         state.standing.progress.open_ended -= ticket.request.open_ended
         if ticket.first_byte_at is None:
             state.awaiting_first_byte -= 1

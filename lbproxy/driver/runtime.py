@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from lbproxy.config.tree import Settings
 from lbproxy.core.balancer import Balancer
@@ -248,6 +248,11 @@ class Runtime(RequestRuntime):
         """What an endpoint says it serves; None if it cannot say."""
         self.balancer.report_models(uid, cards)
         self._model_look.heard(self.ranks(uid))
+        self.pump_soon()
+
+    def report_loaded(self, uid: EndpointUid, models: Collection[str] | None, *, asked_at: float) -> None:
+        """Which models an endpoint has in memory that loads them on demand; None: it does not say."""
+        self.balancer.sleepers.loaded(uid, models, asked_at=asked_at, now=self.now())
         self.pump_soon()
 
     def report_role(self, uid: EndpointUid, handover: Handover) -> None:

@@ -154,6 +154,12 @@ class EndpointSettings(ShortSection):
     """Name of a group that shares GPUs, of which only as many are awake as `hosts` says. Needs wake or cold_start."""
     cold_start: ColdStartSettings | None = None
     """A webhook that starts it when requests wait for it. Needs models."""
+    max_loaded_models: Annotated[int, count("1", "1024")] | None = None
+    """Models that it has in memory at a time, if it loads them on demand: docs/sleep.md. null = as many as it shows."""
+    keep_loaded: tuple[str, ...] = ()
+    """Models that stay in memory there: no other is loaded in their place."""
+    never_load: tuple[str, ...] = ()
+    """Models that are not loaded there; used while somebody else has them loaded."""
     api_key: SecretStr | None = None
     """Sent to it as `Authorization: Bearer`, instead of the client's. Write ${NAME} rather than the key."""
     forward_headers: tuple[str, ...] = ()

@@ -18,6 +18,7 @@ from aiohttp import web
 
 from lbproxy import __version__
 from lbproxy.config.parse import endpoint_schema
+from lbproxy.control.admin.state import MODEL_STATES
 from lbproxy.control.telemetry.recent import DRAINING
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.engines.handover import Role
@@ -140,6 +141,7 @@ _ENDPOINT = record(
     learned=_maybe(_learned(EndpointLearned)),
     recent=_maybe(_RECENT),
     sleep=_maybe(_SLEEP),
+    in_memory=_maybe(_list(record(model=TEXT, state=_one_of(dict.fromkeys(MODEL_STATES.values())), for_s=NUMBER))),
 )
 
 _REPLICA = record(

@@ -25,6 +25,7 @@ from lbproxy.core.observed.ledger import Pair, by_flow, largest
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.replicas.shown import ReplicaFacts, ReplicationFacts
 from lbproxy.core.requests.request import Tokens
+from lbproxy.core.sleeping.phase import Phase
 from lbproxy.core.sleeping.sleepers import SleepSnapshot
 from lbproxy.driver.runtime import Runtime
 
@@ -132,6 +133,7 @@ class ShownState:
         return [
             self._endpoint(one, by_uid.get(one.endpoint.uid), digests.get(one.endpoint.name))
             | {"sleep": sleep_fields(snapshot.sleep.get(one.endpoint.uid))}
+            | {"in_memory": _in_memory(snapshot.in_memory.get(one.endpoint.uid))}
             for one in snapshot.endpoints
         ]
 
@@ -206,6 +208,27 @@ def sleep_fields(one: SleepSnapshot | None) -> Fields | None:
         "failures": one.failures,
         "host": one.host,
     }
+
+
+MODEL_STATES = {
+    Phase.UNKNOWN: "unknown",
+    Phase.AWAKE: "loaded",
+    Phase.WAKING: "loading",
+    Phase.DRAINING: "leaving",
+    Phase.FALLING_ASLEEP: "leaving",
+}
+"""The phases of a model of an endpoint that loads models on demand, as they are shown."""
+
+
+def _in_memory(models: Sequence[SleepSnapshot] | None) -> list[Fields] | None:
+    return (
+        None
+        if models is None
+        else [
+            {"model": one.model, "state": MODEL_STATES.get(one.phase, "unknown"), "for_s": round(one.since_s, 3)}
+            for one in models
+        ]
+    )
 
 
 def _state_file(stats: StateStats) -> Fields:

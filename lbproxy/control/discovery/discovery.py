@@ -42,7 +42,7 @@ from lbproxy.control.loops import supervise
 from lbproxy.control.probing.prober import JITTER
 from lbproxy.core.capacity.allowance import Bounds
 from lbproxy.core.endpoints.credentials import ApiKey, ForwardProxy, Tls
-from lbproxy.core.endpoints.endpoint import ColdStart, EndpointSpec, SleepSpec
+from lbproxy.core.endpoints.endpoint import ColdStart, EndpointSpec, LoadSpec, SleepSpec
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.state import EndpointSnapshot
 from lbproxy.core.engines.handover import Role
@@ -119,6 +119,7 @@ def _common(entry: EndpointSettings) -> Callable[..., EndpointSpec]:
         kv_events=entry.kv_events,
         kv_events_replay=entry.kv_events_replay,
         sleep=_sleep(entry),
+        loading=LoadSpec(entry.max_loaded_models, frozenset(entry.keep_loaded), frozenset(entry.never_load)),
         api_key=None if entry.api_key is None else ApiKey(entry.api_key.get_secret_value()),
         proxy=None if entry.proxy is None else _proxy(entry.proxy),
     )

@@ -28,7 +28,7 @@ from lbproxy.config.sections.health import HealthSettings
 from lbproxy.config.shown import without_values
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec
 from lbproxy.core.endpoints.health import Health
-from lbproxy.core.engines.server_info import SERVER_INFO, Description, engine_of, read_description
+from lbproxy.core.engines.server_info import SERVER_INFO, Description, engine_of, read_description, read_loaded
 from lbproxy.core.requests.openai import ModelCard, read_model_list, with_longest_prompt
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.driver.runtime import Runtime
@@ -43,6 +43,8 @@ MODELS_PATH = "/v1/models"
 MAX_HEALTH_BYTES = 64 << 10
 MAX_MODELS_BYTES = 4 << 20
 MAX_INFO_BYTES = 2 << 20
+LOADED_S = 1.0
+"""How often it is asked which models are in memory: other clients have others loaded, and idle ones are unloaded."""
 """SGLang's page: 17 KB, and 20 KB for each data-parallel rank."""
 DESCRIPTION_TIMEOUT_S = 1.0
 """For what it says of itself, which an endpoint that comes up waits for; SGLang takes 0.02 s when idle."""
@@ -122,6 +124,15 @@ async def _with_engine(
     return [replace(card, engine=OLLAMA) for card in cards] if is_ollama else cards
 
 
+async def ask_loaded(endpoint: EndpointSpec, connections: ConnectionPool, timeout_s: float) -> set[str] | None:
+    """The models that an Ollama has in memory; None: it does not say."""
+    try:
+        answer = await _get(endpoint, "/api/ps", connections, timeout_s, MAX_INFO_BYTES)
+    except UpstreamError:
+        return None
+    return read_loaded(answer.body) if answer.status == 200 else None
+
+
 def self_describing(endpoint: EndpointSpec, owner: str | None) -> str | None:
     """The engine, if it is one that describes itself. `owner`: by its models."""
     engine = owner if endpoint.engine == "auto" else endpoint.engine
@@ -178,6 +189,8 @@ class Prober:
         """The longest prompt that it takes, of whatever model, as it describes itself."""
         self._owner: str | None = None
         """The engine, by the models that it listed last."""
+        self._loads = asyncio.Event()
+        """It loads models on demand, and says which are in memory."""
         self._logged: frozenset[str] | None = None
         """The models named in the last log line; None: none yet, or it cannot say."""
 
@@ -191,6 +204,8 @@ class Prober:
             async with asyncio.TaskGroup() as loops:
                 if self._endpoint.models is None or self._engine() is not None:
                     loops.create_task(self._keep_models())
+                if self._endpoint.engine in {"auto", OLLAMA}:
+                    loops.create_task(self._keep_loaded())
                 if self._endpoint.health is not None:
                     loops.create_task(self._keep_health(self._endpoint.health))
         except asyncio.CancelledError as error:
@@ -224,6 +239,15 @@ class Prober:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._jittered(self._settings.interval)):
                     await self._doubted.wait()
+
+    async def _keep_loaded(self) -> None:
+        await self._loads.wait()
+        while True:
+            if self._health() is not Health.DOWN:
+                asked_at, timeout_s = self._runtime.now(), self._settings.timeout
+                models = await ask_loaded(self._endpoint, self._connections, timeout_s)
+                self._runtime.report_loaded(self._endpoint.uid, models, asked_at=asked_at)
+            await self._pause(LOADED_S)
 
     async def _pause(self, interval_s: float) -> None:
         await asyncio.sleep(self._jittered(interval_s))
@@ -262,6 +286,8 @@ class Prober:
         self._owner = None if answer.cards is None else engine_of(answer.cards)
         self._listed = answer.cards
         self._report_models()
+        if self._endpoint.engine == OLLAMA or (answer.cards and answer.cards[0].engine == OLLAMA):
+            self._loads.set()
         self._log_change(answer)
 
     def _report_models(self) -> None:

@@ -145,7 +145,7 @@ class SleepDriver:
             return
         for one in transitions:
             _log(one)
-            if one.before is Phase.WAKING and one.after is Phase.AWAKE:
+            if one.before is Phase.WAKING and one.after is Phase.AWAKE and one.model is None:
                 self.wake_times.observe(one.lasted_s)
         transitions.clear()
         self._runtime.pump_soon()
@@ -156,7 +156,10 @@ def _log(one: SleepTransition) -> None:
     before, after = one.before.value, one.after.value
     extra: dict[str, object] = {"event": "sleep", "endpoint": one.endpoint, "from": before, "to": after}
     extra |= {"reason": one.reason, "lasted_s": round(one.lasted_s, 3)}
-    if failed is not None:
+    if one.model is not None:
+        extra |= {"model": one.model}
+        logger.info("%s of %s: %s -> %s: %s", one.model, one.endpoint, before, after, one.reason, extra=extra)
+    elif failed is not None:
         logger.warning("the %s of %s failed: %s", failed, one.endpoint, one.reason, extra=extra)
     else:
         logger.info("%s is %s: %s", one.endpoint, after.replace("_", " "), one.reason, extra=extra)

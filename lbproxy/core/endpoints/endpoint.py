@@ -42,6 +42,20 @@ class SleepSpec(NamedTuple):
     cold_start: ColdStart | None = None
 
 
+class LoadSpec(NamedTuple):
+    """What the settings say of the models of an endpoint that loads them on demand."""
+
+    most: int | None = None
+    """Models in memory at a time; None = as many as it shows."""
+    keep: frozenset[str] = frozenset()
+    """Models whose place no other takes."""
+    never: frozenset[str] = frozenset()
+    """Models that no request has loaded."""
+
+
+NOTHING_SAID: Final = LoadSpec()
+
+
 @dataclass(frozen=True, kw_only=True)
 class EndpointSpec:
     """What discovery knows of one model server, or of one data-parallel rank of it. `key` is unique in a set."""
@@ -94,6 +108,8 @@ class EndpointSpec:
     """See `Handover`; None = as the engine says, or its default."""
     sleep: SleepSpec | None = None
     """It may be asleep, or not be there: see `core.sleeping`. None = neither."""
+    loading: LoadSpec = NOTHING_SAID
+    """Likewise, of its models."""
 
     @property
     def server(self) -> str:

@@ -42,6 +42,9 @@ USELESS: Final = frozenset({Cause.UNREACHABLE, Cause.KEY})
 """Whatever it is asked fails there."""
 
 
+_ALL_LOADED: Final[frozenset[str]] = frozenset()
+
+
 class _Group:
     """Members that take the same requests: all, those that list one model, or those that never listed any."""
 
@@ -68,6 +71,8 @@ class _Entry:
         """Empty unless it is a member of groups."""
         self.models: dict[str, ModelCard] | None = None
         """The model list by which it is in these groups."""
+        self.unloaded: frozenset[str] = frozenset()
+        """Models of that list of which it is in no group."""
         self.tier = state.endpoint.tier
         """The tier whose groups these are."""
         self.is_up = False
@@ -97,11 +102,11 @@ class _Dormant:
     def __contains__(self, uid: EndpointUid) -> bool:
         return uid in self._names
 
-    def add(self, state: EndpointState) -> None:
-        """Add one, or note that its models changed."""
+    def add(self, state: EndpointState, names: Iterable[str]) -> None:
+        """Add one, or note that its models changed. `names`: those that sleep; see `_names`."""
         uid = state.endpoint.uid
         self.discard(uid)
-        self._names[uid] = names = [""] if state.models is None else list(state.models)
+        self._names[uid] = names = list(names)
         for name in names:
             self._by_model.setdefault(name, {})[uid] = state
 
@@ -200,10 +205,13 @@ class Serving:
         else:
             self.down.discard(uid)
         is_member = state.health in health.HEALTHY_STATES and not state.draining
-        if state.dormant or self.dormant:
+        on_demand = state.standing.on_demand
+        unloaded = _ALL_LOADED if on_demand is None else on_demand.unloaded
+        if state.dormant or unloaded or self.dormant:
             is_member = self._note_dormant(state, is_member) and is_member
-        if not is_member or state.models is not entry.models:
+        if not is_member or state.models is not entry.models or unloaded != entry.unloaded:
             self._remove(uid, entry)
+            entry.unloaded = unloaded
             if state.models and len(self._ever_listed) < MAX_EVER_LISTED:
                 self._ever_listed.update(state.models)
         if not is_member:
@@ -222,7 +230,9 @@ class Serving:
         sleep = state.endpoint.sleep
         startable = state.dormant in STARTABLE or (sleep is not None and sleep.cold_start is not None)
         if state.dormant and (is_member or (startable and not state.draining)):
-            self.dormant.add(state)
+            self.dormant.add(state, [""] if state.models is None else state.models)
+        elif is_member and (on_demand := state.standing.on_demand) is not None and on_demand.unloaded:
+            self.dormant.add(state, on_demand.unloaded)
         else:
             self.dormant.discard(state.endpoint.uid)
         return not state.dormant
@@ -241,6 +251,8 @@ class Serving:
             groups.append(tier.unlisted)
         else:
             for model, card in models.items():
+                if model in entry.unloaded:
+                    continue
                 group = tier.by_model.get(model)
                 if group is None:
                     group = tier.by_model[model] = _Group()
@@ -266,6 +278,8 @@ class Serving:
         entry.groups = []
         by_model = self.tiers[entry.tier].by_model
         for model, card in (entry.models or {}).items():
+            if model in entry.unloaded:
+                continue
             group = by_model[model]
             if card.parent is not None:
                 group.adapters -= 1

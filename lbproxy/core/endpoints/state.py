@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Final
 
+from lbproxy.config.sleep import HostSettings
 from lbproxy.core.capacity.allowance import Allowance
 from lbproxy.core.endpoints.breaker import Breaker, Cause
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec, handover_of
@@ -39,6 +40,40 @@ class Trial:
         """It has decided, and counts like any other request now."""
 
 
+ASSUMED: Final = HostSettings(awake=1)
+"""How many models an endpoint has in memory at a time until it shows that."""
+
+
+class OnDemand:
+    """The models of an endpoint that loads them on demand: which may be asked for now, and what of ours runs there.
+    Owned by `core.sleeping`, but for the counts.
+    """
+
+    def __init__(self) -> None:
+        self.unloaded: frozenset[str] = frozenset()
+        """Models that get no requests, as they are not loaded."""
+        self.loading: frozenset[str] = frozenset()
+        """Models that the first request has loaded: those that come meanwhile wait there too."""
+        self.in_flight: dict[str, int] = {}
+        self.placed: dict[str, int] = {}
+        """Requests ever placed there."""
+        self.host = ASSUMED
+        """How many models it has in memory at a time: as the settings say, or as was seen, and one more than that until
+        one had to go."""
+        self.is_all = False
+        """It was seen that it has no more."""
+
+    def learn_room(self, models: int, *, is_all: bool) -> None:
+        """Note how many models it has in memory at a time."""
+        self.host, self.is_all = self.host.model_copy(update={"awake": models}), is_all
+
+    def count(self, model: str, more: int) -> None:
+        """One request more, or less (-1)."""
+        self.in_flight[model] = self.in_flight.get(model, 0) + more
+        if more > 0:
+            self.placed[model] = self.placed.get(model, 0) + 1
+
+
 class Standing:
     """How an endpoint stands beside its `health`: what its trials, probes and requests showed. Owned by `Judge`."""
 
@@ -67,6 +102,8 @@ class Standing:
     def __init__(self) -> None:
         self.progress = Progress()
         """What it showed of its work."""
+        self.on_demand: OnDemand | None = None
+        """None: it has all of its models in memory."""
 
 
 class EndpointReports:

@@ -178,3 +178,18 @@ def read_state(status: int, body: bytes) -> bool | None:
 def is_silent(status: int) -> bool:
     """Whether a response says nothing about the engine, now: it may another time. Others refuse for good."""
     return (status >= 500 and status != 501) or status in {408, 429}
+
+
+def read_loaded(page: bytes) -> set[str] | None:
+    """The models that an Ollama has in memory, from what its /api/ps returns; None if it says nothing of that."""
+    if not is_light(page):
+        return None
+    try:
+        said = orjson.loads(page)
+    except orjson.JSONDecodeError:
+        return None
+    models = said.get("models") if isinstance(said, dict) else None
+    if not isinstance(models, list):
+        return None
+    names = [one.get("name") if isinstance(one, dict) else None for one in models]
+    return {name for name in names if isinstance(name, str)}

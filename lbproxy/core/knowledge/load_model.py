@@ -217,7 +217,7 @@ class LoadModel:
             if placement.request.leg == DECODE and placement.request.stream:
                 self.pool.transfer.learn(placement.work, 1000.0 * (now - placement.placed_at))
             return
-        if not placement.request.stream:
+        if placement.waits_for_model or not placement.request.stream:
             speed.learn_early_response(placement, now)
             work.prefilled((placement,), now, speed)
             return
@@ -343,6 +343,8 @@ class LoadModel:
     def _finished(self, placement: Placement, output: float, now: float) -> None:
         """Learn from a complete response."""
         took_s, request = now - placement.placed_at, placement.request
+        if placement.waits_for_model:
+            return
         if not request.prompt_bytes:
             units = placement.in_flight + placement.work
             self.room.opaque.learn(request.model, 1000.0 * took_s, units)

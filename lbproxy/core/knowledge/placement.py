@@ -82,6 +82,15 @@ class Placement:
         """Whether the endpoint had it loaded."""
         self.ended = False
 
+    def wait_for_model(self) -> None:
+        """Note that its model is being loaded: when its response begins says nothing of the endpoint's speed."""
+        self.arrival = Arrival.NO_SLOT
+        self.late_at = NEVER
+
+    @property
+    def waits_for_model(self) -> bool:
+        return self.arrival is Arrival.NO_SLOT and self.adapter is None
+
     @property
     def cached_tokens(self) -> float:
         """Tokens of the prompt that are expected in the endpoint's cache."""

@@ -27,3 +27,5 @@ class PoolSnapshot:
     """What autoscalers want to know, in the order of their names."""
     sleep: dict[EndpointUid, SleepSnapshot] = field(default_factory=dict)
     """How endpoints are that may sleep."""
+    in_memory: dict[EndpointUid, list[SleepSnapshot]] = field(default_factory=dict)
+    """The models of endpoints that load them on demand."""

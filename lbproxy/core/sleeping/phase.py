@@ -102,6 +102,8 @@ class SleepTransition(NamedTuple):
     reason: str
     lasted_s: float
     """How long the phase before lasted."""
+    model: str | None = None
+    """The model that changed it, of an endpoint that loads models on demand."""
 
 
 def next_phase(phase: Phase, event: SleepEvent) -> Phase:

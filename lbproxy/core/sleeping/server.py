@@ -10,7 +10,7 @@ from typing import Final
 from lbproxy.core.endpoints import health
 from lbproxy.core.endpoints.endpoint import EndpointUid, SleepSpec
 from lbproxy.core.endpoints.health import Health
-from lbproxy.core.endpoints.state import EndpointState
+from lbproxy.core.endpoints.state import EndpointState, OnDemand
 from lbproxy.core.saved.pieces import Durations
 from lbproxy.core.sleeping.phase import Phase
 
@@ -90,6 +90,39 @@ class SleepServer:
         return self.states[0].endpoint.base_url
 
     @property
+    def model(self) -> str | None:
+        """The one that it is about; None: all of the server's."""
+        return None
+
+    @property
+    def is_called(self) -> bool:
+        """Whether a driver wakes it and puts it to sleep."""
+        return True
+
+    @property
+    def may_go(self) -> bool:
+        """Whether another may take its place."""
+        return self.spec.wake
+
+    @property
+    def may_come(self) -> bool:
+        """Whether it may be woken."""
+        return True
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether requests may be sent to it."""
+        return self.phase is Phase.AWAKE
+
+    def show(self) -> bool:
+        """Have its endpoints take requests, or not. Returns whether that changed."""
+        word = "" if self.takes_requests else self.phase.value
+        changed = [state for state in self.states if state.dormant != word]
+        for state in changed:
+            state.dormant = word
+        return bool(changed)
+
+    @property
     def uid(self) -> EndpointUid:
         """Of its endpoint, or of the first rank."""
         return self.states[0].endpoint.uid
@@ -147,6 +180,15 @@ class SleepServer:
 
     def look(self, now: float) -> None:
         """See whether anything ran there since the last look, ours or others'."""
+        self._note(*self._work(now), now)
+
+    def _note(self, now_seen: tuple[float, ...], busy: bool, now: float) -> None:
+        if busy or now_seen != self._seen or self.phase is not Phase.AWAKE:
+            self.idle_since = now
+        self._seen = now_seen
+
+    def _work(self, now: float) -> tuple[tuple[float, ...], bool]:
+        """What changes with each request, and whether any runs."""
         seen: list[float] = []
         busy = self.in_flight > 0
         for state in self.states:
@@ -154,10 +196,7 @@ class SleepServer:
             if metrics is not None and now <= state.fresh_until:
                 busy = busy or bool(metrics.requests)
             seen += [state.placed, -1.0 if metrics is None or metrics.work is None else metrics.work]
-        now_seen = (*seen, float(busy))
-        if busy or now_seen != self._seen or self.phase is not Phase.AWAKE:
-            self.idle_since = now
-        self._seen = now_seen
+        return (*seen, float(busy)), busy
 
     def may_fall_asleep(self, now: float) -> bool:
         """Whether it is awake, and has been idle for as long as its settings say."""
@@ -178,3 +217,71 @@ class SleepServer:
     def succeeded(self) -> None:
         """The next failure is the first again."""
         self.failures = 0
+
+
+class LoadableModel(SleepServer):
+    """A model of an endpoint that loads models on demand: it is awake while it is in memory, and the endpoint is the
+    host that it shares with the others. Nobody calls it: the first request has it loaded, and the engine unloads what
+    has no requests when another needs its place.
+    """
+
+    def __init__(self, state: EndpointState, model: str, now: float) -> None:
+        SleepServer.__init__(self, [state], SleepSpec(host=state.endpoint.base_url), now)
+        self._name = model
+        self.occupies = False
+
+    @property
+    def url(self) -> str:
+        """What tells it from the endpoint's other models."""
+        return f"{self.states[0].endpoint.base_url}#{self._name}"
+
+    @property
+    def model(self) -> str | None:
+        return self._name
+
+    @property
+    def is_called(self) -> bool:
+        return False
+
+    @property
+    def may_go(self) -> bool:
+        return self._name not in self.states[0].endpoint.loading.keep
+
+    @property
+    def may_come(self) -> bool:
+        return self._name not in self.states[0].endpoint.loading.never
+
+    @property
+    def takes_requests(self) -> bool:
+        """Also while it is being loaded, as only requests have that done."""
+        return self.phase in {Phase.AWAKE, Phase.WAKING}
+
+    @property
+    def on_demand(self) -> OnDemand:
+        found = self.states[0].standing.on_demand
+        assert found is not None
+        return found
+
+    @property
+    def in_flight(self) -> int:
+        return self.on_demand.in_flight.get(self._name, 0)
+
+    @property
+    def stranded(self) -> int:
+        """None: what runs there keeps it in memory."""
+        return 0
+
+    @property
+    def models(self) -> set[str]:
+        return {self._name}
+
+    def show(self) -> bool:
+        before = self.on_demand.unloaded, self.on_demand.loading
+        one = frozenset([self._name])
+        unloaded, loading = before
+        self.on_demand.unloaded = unloaded - one if self.takes_requests else unloaded | one
+        self.on_demand.loading = loading | one if self.phase is Phase.WAKING else loading - one
+        return before != (self.on_demand.unloaded, self.on_demand.loading)
+
+    def _work(self, now: float) -> tuple[tuple[float, ...], bool]:
+        return (float(self.on_demand.placed.get(self._name, 0)),), self.in_flight > 0

@@ -14,19 +14,23 @@ from typing import Final
 from lbproxy.config.sleep import HostSettings
 from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.endpoints.endpoint_set import EndpointSet
-from lbproxy.core.endpoints.state import EndpointState
+from lbproxy.core.endpoints.state import ASSUMED, EndpointState, OnDemand
 from lbproxy.core.queue.ticket import Ticket, Wait
 from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.core.saved.pieces import Durations
 from lbproxy.core.sleeping.phase import Phase, SleepEvent, SleepTransition, next_phase
-from lbproxy.core.sleeping.server import HELD, SleepServer
+from lbproxy.core.sleeping.server import HELD, LoadableModel, SleepServer
 
 
 class Need:
     """What waiting requests that ask for the same need of servers that are not awake."""
 
-    def __init__(self, model: str | None, uid: EndpointUid | None, avoid: frozenset[EndpointUid]) -> None:
+    def __init__(
+        self, model: str | None, uid: EndpointUid | None, avoid: frozenset[EndpointUid], engine: str | None = None
+    ) -> None:
         self.model = model
+        self.engine = engine
+        """Only endpoints with the API of this engine can take them; None = any."""
         self.uid = uid
         """The one endpoint that can take them; None = each that serves the model."""
         self.avoid = avoid
@@ -53,13 +57,13 @@ def read_needs(
     now: float,
 ) -> list[Need]:
     """What the waiting tickets need. O(n). Requests that wait for their own flow need nothing."""
-    needs: dict[tuple[str | None, EndpointUid | None, frozenset[EndpointUid]], Need] = {}
+    needs: dict[tuple[str | None, EndpointUid | None, frozenset[EndpointUid], str | None], Need] = {}
     for ticket in tickets:
         if not ticket.counts_in_flow:
             continue
         request = ticket.request
         uid = None if request.response_id is None else owner(request, now)
-        key = (request.model, uid, ticket.avoid)
+        key = (request.model, uid, ticket.avoid, request.engine)
         need = needs.get(key)
         if need is None:
             need = needs[key] = Need(*key)
@@ -73,21 +77,33 @@ def _is_served(need: Need, endpoints: EndpointSet, now: float) -> bool:
     if need.uid is not None:
         state = endpoints.get(need.uid)
         return state is not None and not state.dormant
-    return is_served(need.model, need.avoid, endpoints, now)
+    return is_served(need.model, need.avoid, endpoints, now, engine=need.engine)
 
 
-def is_served(model: str | None, avoid: frozenset[EndpointUid], endpoints: EndpointSet, now: float) -> bool:
+def is_served(
+    model: str | None,
+    avoid: frozenset[EndpointUid],
+    endpoints: EndpointSet,
+    now: float,
+    *,
+    engine: str | None = None,
+) -> bool:
     """Whether an endpoint that is awake takes requests for `model`. Those of a higher tier than one that sleeps are no
-    reason not to wake it. `avoid`: endpoints that do not count.
+    reason not to wake it. `avoid`: endpoints that do not count. `engine`: as in `Need`.
     """
     lowest = endpoints.serving.lowest_dormant(model)
     candidates = endpoints.candidates(model, now=now)
-    return any(state.endpoint.tier <= lowest and state.endpoint.uid not in avoid for state in candidates)
+    return any(
+        state.endpoint.tier <= lowest and state.endpoint.uid not in avoid and (engine is None or state.has_api(engine))
+        for state in candidates
+    )
 
 
 LEAVING: Final = frozenset({Phase.DRAINING, Phase.FALLING_ASLEEP})
 RISING: Final = frozenset({Phase.WAKING, Phase.STARTING})
 STEADY: Final = frozenset({Phase.AWAKE, Phase.ASLEEP, Phase.OFF, Phase.UNKNOWN})
+LOAD_ON_DEMAND: Final = frozenset({"ollama"})
+"""Engines whose models are loaded when somebody asks for them."""
 MAX_ABSENT: Final = 1024
 """Servers of which the durations are kept though they are not there; the ones that left first are dropped."""
 _DEFAULT: Final = HostSettings()
@@ -127,24 +143,45 @@ class Servers:
         for state in self._endpoints.members():
             if state.endpoint.sleep is not None:
                 by_url.setdefault(state.endpoint.base_url, []).append(state)
-            else:
-                self._mark(state, "")
+            elif state.dormant:
+                state.dormant = ""
+                self._shown(state)
         before, self._by_url = self._by_url, {}
         for url, states in by_url.items():
             spec = states[0].endpoint.sleep
             assert spec is not None
-            server = before.get(url)
-            if server is None:
-                server = SleepServer(states, spec, now)
-                server.restore(self._absent.pop(url, Durations()))
+            server = before.get(url) or SleepServer(states, spec, now)
             server.states, server.spec = states, spec
-            self._by_url[url] = server
-            self._show(server)
+            self._join(server, is_new=url not in before)
+        self._follow_loadable(before, now)
         self._by_host, self.moving, self._lists_version = {}, {}, -1
         for server in self:
             self._by_host.setdefault(server.spec.host or "", []).append(server)
             self.note(server)
         self._keep({url: server.durations for url, server in before.items() if url not in by_url})
+
+    def _join(self, server: SleepServer, *, is_new: bool) -> None:
+        if is_new:
+            server.restore(self._absent.pop(server.url, Durations()))
+        self._by_url[server.url] = server
+        self._show(server)
+
+    def _follow_loadable(self, before: Mapping[str, SleepServer], now: float) -> None:
+        """Find the models of endpoints that load them on demand."""
+        for state in self._endpoints.members():
+            standing = state.standing
+            most = state.endpoint.loading.most
+            loads = most is not None or any(state.has_api(engine) for engine in LOAD_ON_DEMAND)
+            if state.endpoint.sleep is not None or not loads:
+                standing.on_demand = None
+                continue
+            standing.on_demand = standing.on_demand or OnDemand()
+            if most is not None:
+                standing.on_demand.host = ASSUMED.model_copy(update={"awake": most})
+            for name in state.models or ():
+                new = LoadableModel(state, name, now)
+                known = before.get(new.url)
+                self._join(known or new, is_new=known is None)
 
     def durations(self) -> dict[str, Durations]:
         """How long wakes, sleeps and starts took, by URL: of all servers of which that is known."""
@@ -177,7 +214,13 @@ class Servers:
             one = self.find(need.uid)
             return [] if one is None or (one.is_drained_by_operator and one.by_hand is None) else [one]
         able: Iterable[SleepServer] = self if need.model is None else self._listing(need.model)
-        return [one for one in able if not one.is_drained_by_operator and one.uid not in need.avoid]
+        return [
+            one
+            for one in able
+            if not one.is_drained_by_operator
+            and one.uid not in need.avoid
+            and (need.engine is None or one.states[0].has_api(need.engine))
+        ]
 
     def _listing(self, model: str) -> list[SleepServer]:
         """The servers that list a model, or none at all, in the order of the settings."""
@@ -202,6 +245,8 @@ class Servers:
 
     def host_of(self, server: SleepServer) -> HostSettings:
         """The settings of its host."""
+        if isinstance(server, LoadableModel):
+            return server.on_demand.host
         return self.hosts.get(server.spec.host or "", _DEFAULT)
 
     def has_place(self, server: SleepServer) -> bool:
@@ -278,25 +323,23 @@ class Servers:
         elif event is SleepEvent.SLEPT:
             server.sleeps.add(lasted_s)
             server.succeeded()
-        if after is Phase.ASLEEP and self._endpoints.has_loads:
+        if after is Phase.ASLEEP and self._endpoints.has_loads and server.is_called:
             for state in server.states:  # the engine has discarded its KV cache, at both levels
                 state.load.restarted()
         if server.by_hand == _DONE_BY.get(after):
             server.by_hand = None
         self.note(server)
         self._show(server)
-        self.transitions.append(SleepTransition(server.name, before, after, reason, lasted_s))
+        self.transitions.append(SleepTransition(server.name, before, after, reason, lasted_s, server.model))
 
     def _show(self, server: SleepServer) -> None:
-        word = "" if server.phase is Phase.AWAKE else server.phase.value
-        for state in server.states:
-            self._mark(state, word)
+        if server.show():
+            for state in server.states:
+                self._shown(state)
 
-    def _mark(self, state: EndpointState, word: str) -> None:
-        if state.dormant != word:
-            state.dormant = word
-            self._endpoints.serving.changed(state)
-            self._changed()
+    def _shown(self, state: EndpointState) -> None:
+        self._endpoints.serving.changed(state)
+        self._changed()
 
 
 _DONE_BY: Final = {Phase.AWAKE: "wake", Phase.FALLING_ASLEEP: "sleep"}

@@ -20,7 +20,7 @@ else. Where no endpoint may sleep, all of this costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from itertools import chain, islice
 from math import inf
@@ -46,6 +46,8 @@ LATE_S: Final = 60.0
 LATE_KNOWN_S: Final = 10.0
 LATE_FACTOR: Final = 3.0
 """A wake is late after a minute, or after three times its forecast, but 10 s: then another server is woken too."""
+UNASKED_S: Final = 5.0
+"""A model for which no request came within this time, as others took them, is not being loaded."""
 SCALE_S: Final = 2.0
 """The least wait for which one more server is woken."""
 SCALE_UNKNOWN_S: Final = 10.0
@@ -91,6 +93,8 @@ class SleepSnapshot(NamedTuple):
     """The predicted rest of a wake or start; None: not known, or none is under way."""
     failures: int
     host: str | None
+    model: str | None = None
+    """As in SleepTransition."""
 
 
 class Sleepers:
@@ -113,6 +117,8 @@ class Sleepers:
         self._endpoints, self._queue, self._owner = endpoints, queue, owner
         self._servers = Servers(endpoints, changed)
         self._looks = 0
+        self._followed = -1
+        """The version of the lists of models that was followed last."""
         self._looked: set[str] = set()
         """URLs of the servers that the last decision looked at."""
         self._memory: dict[str, int] = {}
@@ -139,8 +145,13 @@ class Sleepers:
     def reconfigure(self, hosts: Mapping[str, HostSettings]) -> None:
         self._servers.hosts = hosts
 
+    def _follow_lists(self, now: float) -> None:
+        if self._endpoints.lists_version != self._followed:
+            self.follow(now)
+
     def follow(self, now: float) -> None:
         """Note that the set of endpoints changed."""
+        self._followed = self._endpoints.lists_version
         self._servers.follow(now)
 
     def durations(self) -> dict[str, Durations]:
@@ -166,6 +177,24 @@ class Sleepers:
             self._servers.move(server, SleepEvent.SAID_ASLEEP, "it says so", now)
         else:
             self._servers.move(server, SleepEvent.SAID_AWAKE, "it says so", now)
+
+    def loaded(self, uid: EndpointUid, models: Collection[str] | None, *, asked_at: float, now: float) -> None:
+        """An endpoint that loads models on demand said which are in memory; None: it does not say."""
+        self._follow_lists(now)
+        state = self._endpoints.get(uid)
+        if state is None or (on_demand := state.standing.on_demand) is None:
+            return
+        before = on_demand.unloaded
+        for model in state.models or ():
+            asleep = None if models is None else model not in models
+            self.reported(f"{state.endpoint.base_url}#{model}", asleep, asked_at=asked_at, now=now)
+        if models is None or state.endpoint.loading.most is not None:
+            return
+        if on_demand.unloaded - before and on_demand.loading:
+            # One had to go for what is being loaded.
+            on_demand.learn_room(len({*models, *on_demand.loading}), is_all=True)
+        elif len(models) > on_demand.host.awake - int(not on_demand.is_all):
+            on_demand.learn_room(len(models) + 1, is_all=False)
 
     def ended(self, url: str, task: Task, problem: str | None, *, now: float) -> None:
         """A driver has carried out an order; `problem`: why it failed. A start ends with the webhook's response."""
@@ -209,6 +238,7 @@ class Sleepers:
         requests).
         """
         orders: list[Order] = []
+        self._follow_lists(now)
         if not self.is_needed:
             return orders
         looked = self._look(now)
@@ -245,6 +275,10 @@ class Sleepers:
             self._follow_health(server, now)
             server.look(now)
             self._looked.add(server.url)
+            is_unasked = server.phase is Phase.WAKING and not (server.is_called or server.in_flight)
+            if is_unasked and now - server.since > UNASKED_S:
+                self._servers.move(server, SleepEvent.WAKE_FAILED, "no request has it loaded", now)
+                server.occupies = False
             if server.phase is Phase.ASLEEP and server.stranded > 0:
                 self._stranded[server.url] = server
         return looked
@@ -325,8 +359,11 @@ class Sleepers:
             if not left or now - server.since > DRAIN_S:
                 reason = "it has no requests" if not left else f"it still has {left} requests after {DRAIN_S:.0f} s"
                 self._servers.move(server, SleepEvent.DRAINED, reason, now)
-                server.calling = True
-                orders.append(Order(Task.SLEEP, server.url, None, 0))
+                if server.is_called:
+                    server.calling = True
+                    orders.append(Order(Task.SLEEP, server.url, None, 0))
+                else:
+                    self._servers.move(server, SleepEvent.SLEPT, reason, now)
 
     def _let_idle_sleep(self, server: SleepServer, orders: list[Order], now: float) -> None:
         self._servers.move(server, SleepEvent.SLEEP, f"it was idle for {now - server.idle_since:.0f} s", now)
@@ -342,7 +379,7 @@ class Sleepers:
         if not ready:
             return
         has_place = self._servers.having_place(ready, self._memory)
-        ready.sort(key=lambda one: (one.url not in has_place, one.phase is Phase.OFF, one.failures))
+        ready.sort(key=lambda one: (one.url not in has_place, one.phase is Phase.OFF, one.failures, self._used(one)))
         if ready[0].url in has_place:
             self._raise(ready[0], need, orders, now)
         elif not (need.is_served or self.is_closing):
@@ -355,14 +392,19 @@ class Sleepers:
                 if self._tried[host]:
                     return
 
+    def _used(self, server: SleepServer) -> int:
+        """How many models are in the memory that a model would be loaded into. Servers stand as in the settings."""
+        return 0 if server.is_called else self._memory[server.spec.host or ""]
+
     def _raise(self, server: SleepServer, need: Need, orders: list[Order], now: float) -> None:
         starts = server.phase is Phase.OFF
         what = "a request waits" if need.waiting == 1 else f"{need.waiting} requests wait"
         reason = "an operator wants it" if server.by_hand is not None else f"{what} for {need.model or server.name}"
         self._servers.move(server, SleepEvent.START if starts else SleepEvent.WAKE, reason, now)
         self._memory.pop(server.spec.host or "", None)
-        server.calling = True
-        orders.append(Order(Task.START if starts else Task.WAKE, server.url, need.model, need.waiting))
+        if server.is_called:
+            server.calling = True
+            orders.append(Order(Task.START if starts else Task.WAKE, server.url, need.model, need.waiting))
 
     def _make_place(self, server: SleepServer, need: Need, now: float) -> bool:
         """Have another server of its host put to sleep. Returns whether a place will be free."""
@@ -378,7 +420,7 @@ class Sleepers:
             one
             for one in others
             if one.phase is Phase.AWAKE
-            and one.spec.wake
+            and one.may_go
             and one.retry_at <= now
             and (one.is_idle(now) or now - one.since >= host.min_awake)
         ]
@@ -440,12 +482,23 @@ class Sleepers:
 
     def snapshot(self, now: float) -> dict[EndpointUid, SleepSnapshot]:
         """Of each endpoint that may sleep."""
-        found: dict[EndpointUid, SleepSnapshot] = {}
-        for server in self._servers:
-            left_s = self._servers.awake_in_s(server, now) if server.phase in RISING else None
-            one = SleepSnapshot(server.phase, now - server.since, left_s, server.failures, server.spec.host)
-            found.update((state.endpoint.uid, one) for state in server.states)
+        servers = [one for one in self._servers if one.is_called]
+        return {state.endpoint.uid: self._shown(one, now) for one in servers for state in one.states}
+
+    def in_memory(self, now: float) -> dict[EndpointUid, list[SleepSnapshot]]:
+        """Of each endpoint that loads models on demand: those that it has, or gets."""
+        found: dict[EndpointUid, list[SleepSnapshot]] = {}
+        for one in self._servers:
+            if not one.is_called:
+                shown = found.setdefault(one.uid, [])
+                if one.phase is not Phase.ASLEEP:
+                    shown.append(self._shown(one, now))
         return found
+
+    def _shown(self, server: SleepServer, now: float) -> SleepSnapshot:
+        left_s = self._servers.awake_in_s(server, now) if server.phase in RISING else None
+        host = server.spec.host if server.is_called else None
+        return SleepSnapshot(server.phase, now - server.since, left_s, server.failures, host, server.model)
 
 
 def _need_of(server: SleepServer, at: float) -> Need:
@@ -457,7 +510,7 @@ def _need_of(server: SleepServer, at: float) -> Need:
 
 def _can_rise(server: SleepServer, now: float) -> bool:
     """Whether a server can be woken or started now."""
-    if server.retry_at > now or server.calling:
+    if server.retry_at > now or server.calling or not server.may_come:
         return False
     return server.phase is Phase.OFF or (server.phase is Phase.ASLEEP and server.is_reachable)
 

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Endpoints that load models on demand: where a model is loaded, what gives way, and what a warm one is worth."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from lbproxy.config.balancing import BalancingSettings
+from lbproxy.config.sections.routing import AdmissionSettings, RoutingSettings
+from lbproxy.core.balancer import Balancer
+from lbproxy.core.endpoints.endpoint import NOTHING_SAID, LoadSpec
+from lbproxy.core.policies.registry import make_policy
+from lbproxy.core.queue.ticket import Ticket, TicketState, Wait
+from lbproxy.core.requests.openai import ModelCard
+from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.requests.request import InferenceRequest
+from tests.support.pool import spec
+
+MODELS = ("a", "b", "c")
+
+
+class Boxes:
+    """A balancer over endpoints with the API of Ollama."""
+
+    def __init__(self, *loadings: LoadSpec, loaded: Sequence[str] | None = (), policy: str = "least-request") -> None:
+        settings = BalancingSettings(admission=AdmissionSettings(queue_timeout=1000.0))
+        routing = RoutingSettings.model_validate({"policy": policy})
+        self.balancer = Balancer(make_policy(routing), settings, rng=random.Random(1))
+        self.sleepers = self.balancer.sleepers
+        specs = [replace(spec(n), loading=loading) for n, loading in enumerate(loadings)]
+        self.uids = [one.uid for one in self.balancer.set_endpoints(specs, now=0.0).added]
+        for n, uid in enumerate(self.uids):
+            cards = [ModelCard(name, b"{}", engine="ollama") for name in MODELS]
+            self.balancer.report_models(uid, cards)
+            self.balancer.report_health(uid, True, "test", now=0.0)
+            self.say(n, loaded, now=0.0)
+
+    def say(self, n: int, loaded: Sequence[str] | None, *, now: float) -> None:
+        """What it has in memory."""
+        self.sleepers.loaded(self.uids[n], loaded, asked_at=now, now=now)
+
+    def ask(self, model: str, *, now: float, engine: str | None = None) -> Ticket:
+        return self.balancer.submit(InferenceRequest("r", model, engine=engine), now=now)
+
+    def decide(self, *, now: float) -> None:
+        assert self.sleepers.decide(now) == [], "nobody calls such an endpoint"
+        self.balancer.poll(now=now)
+
+    def close(self, ticket: Ticket, *, now: float) -> None:
+        self.balancer.close(ticket, Outcome.COMPLETED, now=now)
+
+    def home(self, model: str, *, now: float) -> int:
+        """Where a request goes, which ends at once."""
+        ticket = self.ask(model, now=now)
+        self.decide(now=now)
+        at = self.place(ticket)
+        self.close(ticket, now=now)
+        return at
+
+    def place(self, ticket: Ticket) -> int:
+        assert ticket.state is TicketState.PLACED, (ticket.state, ticket.wait, ticket.outcome)
+        return self.uids.index(ticket.placed_state.endpoint.uid)
+
+    def memory(self, n: int, *, now: float) -> dict[str | None, str]:
+        return {one.model: one.phase.value for one in self.sleepers.in_memory(now)[self.uids[n]]}
+
+
+def test_requests_go_where_their_model_is_loaded() -> None:
+    boxes = Boxes(NOTHING_SAID, NOTHING_SAID)
+    boxes.say(1, ["a"], now=1.0)
+    held = [boxes.ask("a", now=1.0 + n) for n in range(5)]
+    assert {boxes.place(ticket) for ticket in held} == {1}
+    assert boxes.memory(1, now=6.0) == {"a": "awake"}
+    assert boxes.memory(0, now=6.0) == {}
+
+
+def test_a_model_is_loaded_where_there_is_room_by_one_request_and_others_join_it() -> None:
+    boxes = Boxes(NOTHING_SAID, NOTHING_SAID)
+    boxes.say(0, ["a"], now=1.0)
+    first, second = boxes.ask("b", now=2.0), boxes.ask("b", now=2.0)
+    assert {first.wait, second.wait} == {Wait.WAKING}
+    boxes.decide(now=2.1)
+    assert boxes.place(first) == boxes.place(second) == boxes.place(boxes.ask("b", now=3.0)) == 1
+    assert boxes.memory(1, now=3.0) == {"b": "waking"}
+    boxes.say(1, ["b"], now=9.0)
+    assert boxes.memory(1, now=9.0) == {"b": "awake"}
+
+
+def test_what_is_idle_gives_way_and_what_has_requests_is_finished_first() -> None:
+    boxes = Boxes(LoadSpec(most=1))
+    boxes.say(0, ["a"], now=1.0)
+    runs = boxes.ask("a", now=2.0)
+    waits = boxes.ask("b", now=2.0)
+    boxes.decide(now=3.0)
+    assert waits.state is TicketState.WAITING
+    boxes.decide(now=12.0)  # `a` had its time
+    assert boxes.memory(0, now=12.0) == {"a": "draining"}
+    late = boxes.ask("a", now=12.5)
+    assert late.state is TicketState.WAITING
+    boxes.close(runs, now=20.0)
+    boxes.decide(now=20.1)
+    boxes.decide(now=20.2)
+    assert boxes.place(waits) == 0
+    assert boxes.memory(0, now=20.2) == {"b": "waking"}
+
+
+def test_of_idle_models_another_takes_the_place_at_once() -> None:
+    boxes = Boxes(LoadSpec(most=1))
+    boxes.say(0, ["a"], now=1.0)
+    boxes.decide(now=2.0)
+    boxes.decide(now=3.5)
+    waits = boxes.ask("b", now=4.0)
+    boxes.decide(now=4.1)
+    boxes.decide(now=4.2)
+    assert boxes.place(waits) == 0
+
+
+@pytest.mark.parametrize("policy", ["least-request", "adaptive"])
+def test_how_many_fit_is_seen(policy: str) -> None:
+    """One more than was seen is tried, until one has to go for it; more than that is believed when it is seen."""
+    boxes = Boxes(NOTHING_SAID, policy=policy)
+    assert [boxes.home(model, now=now) for now, model in enumerate("a", 1)] == [0]
+    boxes.say(0, ["a"], now=2.0)
+    boxes.home("b", now=3.0)
+    assert boxes.memory(0, now=3.0) == {"a": "awake", "b": "waking"}
+    held = boxes.ask("b", now=3.5)
+    boxes.say(0, [], now=4.0)  # `a` had to go
+    assert boxes.memory(0, now=4.0) == {"b": "waking"}
+    boxes.say(0, ["b"], now=5.0)
+    waits = boxes.ask("a", now=6.0)
+    boxes.decide(now=6.1)
+    assert waits.state is TicketState.WAITING, "there is room for one"
+    boxes.say(0, ["a", "b"], now=7.0)  # somebody else has shown that there is more
+    boxes.decide(now=7.1)
+    assert boxes.place(waits) == 0
+    boxes.close(held, now=8.0)
+
+
+def test_what_is_kept_stays_and_what_is_never_loaded_is_used_if_it_is() -> None:
+    boxes = Boxes(LoadSpec(most=1, keep=frozenset("a"), never=frozenset("c")), LoadSpec(most=1, never=frozenset("c")))
+    boxes.say(0, ["a"], now=1.0)
+    boxes.say(1, ["b"], now=1.0)
+    waits = boxes.ask("c", now=2.0)
+    for now in (3.0, 20.0, 21.0):
+        boxes.decide(now=now)
+    assert waits.state is TicketState.WAITING
+    assert boxes.memory(0, now=21.0) == {"a": "awake"}
+    boxes.say(1, ["c"], now=22.0)
+    boxes.decide(now=22.1)
+    assert boxes.place(waits) == 1
+
+
+def test_a_kept_model_is_not_unloaded_for_another() -> None:
+    boxes = Boxes(LoadSpec(most=1, keep=frozenset("a")))
+    boxes.say(0, ["a"], now=1.0)
+    waits = boxes.ask("b", now=2.0)
+    for now in (3.0, 20.0, 200.0):
+        boxes.decide(now=now)
+    assert waits.state is TicketState.WAITING
+    assert boxes.memory(0, now=200.0) == {"a": "awake"}
+
+
+def test_one_that_does_not_say_what_it_has_gets_all_requests() -> None:
+    boxes = Boxes(NOTHING_SAID, loaded=None)
+    assert [boxes.place(boxes.ask(model, now=1.0)) for model in MODELS] == [0, 0, 0]
+
+
+def test_a_load_that_no_request_is_left_for_is_none() -> None:
+    boxes = Boxes(NOTHING_SAID)
+    ticket = boxes.ask("a", now=1.0)
+    boxes.decide(now=1.1)
+    boxes.close(ticket, now=1.5)
+    boxes.decide(now=4.0)
+    assert boxes.memory(0, now=4.0) == {"a": "waking"}
+    boxes.decide(now=7.0)
+    assert boxes.memory(0, now=7.0) == {}
+
+
+def test_first_bytes_that_wait_for_a_load_say_nothing_of_the_speed() -> None:
+    boxes = Boxes(NOTHING_SAID, policy="adaptive")
+    before = boxes.balancer.learned(now=0.0)
+    ticket = boxes.balancer.submit(InferenceRequest("r", "a", True, 4000, 4000), now=1.0)
+    boxes.decide(now=1.1)
+    boxes.balancer.first_byte(ticket, now=61.0)
+    boxes.close(ticket, now=62.0)
+    after = boxes.balancer.learned(now=62.0)
+    assert before is not None
+    assert after is not None
+    assert (after[0].base_ms, after[0].prefill_ms_per_token) == (before[0].base_ms, before[0].prefill_ms_per_token)
+    told = after[1][boxes.uids[0]]
+    assert told.full_by is None
+
+
+def test_a_request_of_ollamas_api_has_its_model_loaded_though_another_engine_serves_it() -> None:
+    boxes = Boxes(NOTHING_SAID, NOTHING_SAID)
+    boxes.balancer.report_models(boxes.uids[1], [ModelCard("a", b"{}")])
+    ticket = boxes.ask("a", now=1.0, engine="ollama")
+    assert ticket.state is TicketState.WAITING
+    boxes.decide(now=1.1)
+    assert boxes.place(ticket) == 0
+    assert boxes.place(boxes.ask("a", now=1.2)) in {0, 1}
