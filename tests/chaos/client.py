@@ -23,6 +23,7 @@ import uvloop
 
 ERROR_EVENT = b'data: {"error"'
 COMMENTS = re.compile(rb"(?::[^\n]*\n+)*")
+LAST_COMMENTS = re.compile(rb"(?:(?<=\n):[^\n]*\n\n)+\Z")
 DONE = b"data: [DONE]\n\n"
 
 
@@ -208,7 +209,8 @@ class Answer:
 
     def _whole(self) -> bool:
         if self._streamed:
-            return self._body.endswith(DONE) and self._result.events > self._tokens
+            said = LAST_COMMENTS.sub(b"", self._body)
+            return said.endswith(DONE) and self._result.events > self._tokens
         try:
             said = json.loads(self._body)
         except ValueError:
