@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Boxes that load models on demand (Ollama): what routing by what is loaded is worth. Writes benchmarks/ON_DEMAND.md.
+
+    python -m benchmarks.on_demand [--seconds 900] [--seeds 3] [--cells N]
+
+Simulated boxes (`sim.engine.on_demand`), in virtual time, under rules that differ in what they know: `least` asks the
+box with the fewest requests, as Olla and other balancers do that only know which boxes list a model; `divided` asks the
+one box that the settings name for a model, as llama-swap is set up; `warm` asks a box that has the model loaded, the
+one with the fewest requests first, and knows that at once and exactly. `best` is lbproxy where everything is known
+afterwards: the best of several assignments of models to boxes, by how often each was asked for, and of several times
+for which a model stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
+from typing import NamedTuple
+
+from lbproxy.config.balancing import BalancingSettings
+from lbproxy.config.sections.routing import AdmissionSettings, RoutingSettings
+from lbproxy.config.sleep import HostSettings
+from lbproxy.core.balancer import Balancer
+from lbproxy.core.endpoints import state as endpoint_state
+from lbproxy.core.endpoints.state import EndpointState
+from lbproxy.core.policies.policy import Context, Policy, Prices
+from lbproxy.core.policies.registry import make_policy
+from lbproxy.core.requests.request import InferenceRequest
+from lbproxy.sim.engine.fixed import FixedTimes
+from lbproxy.sim.engine.on_demand import Loading, OnDemandEngine
+from lbproxy.sim.engine.presets import PRESETS
+from lbproxy.sim.fleet.cluster import Fleet
+from lbproxy.sim.fleet.fleet import FleetOptions, SimulatedServer
+from lbproxy.sim.workloads.prompts import Piece
+from lbproxy.sim.workloads.workload import ANSWER_IDS, Job, OpenLoop
+
+PAGE = Path(__file__).parent / "ON_DEMAND.md"
+LOADS_S = (5.0, 8.0, 12.0, 20.0, 30.0)
+"""Loads take one of these, by model."""
+TIMES = FixedTimes(ttft_s=0.3, ttft_spread=0.3, token_s=0.012)
+SLOTS = 4
+"""Requests that a loaded model computes at a time."""
+STAYS_S = (3.0, 10.0, 30.0)
+"""What `best` tries: how long a model stays that has requests while others wait."""
+TIMEOUT_S = 600.0
+RULES = ("lbproxy", "warm", "divided", "least")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Boxes, models and what is asked for."""
+
+    boxes: int
+    models: int
+    most: int
+    """Models in memory of a box at a time."""
+    rate: float
+    """Requests per second."""
+    shift_s: float = 0.0
+    """Other models are the popular ones every so often; 0 = never."""
+
+    @property
+    def names(self) -> list[str]:
+        return [f"m{number}" for number in range(self.models)]
+
+    @property
+    def title(self) -> str:
+        shifts = f", others popular every {self.shift_s:g} s" if self.shift_s else ""
+        return f"{self.boxes} boxes with {self.most}, {self.models} models, {self.rate:g}/s{shifts}"
+
+
+CELLS = (
+    Cell(2, 4, 1, 0.5),
+    Cell(2, 6, 2, 1.0),
+    Cell(4, 8, 2, 2.0, 300.0),
+    Cell(4, 12, 1, 1.0),
+    Cell(4, 16, 2, 1.5),
+    Cell(4, 16, 2, 1.5, 200.0),
+    Cell(8, 16, 2, 4.0, 300.0),
+)
+
+
+class Figures(NamedTuple):
+    """What became of a run."""
+
+    mean_s: float
+    """To the first token."""
+    p99_s: float
+    rarest: float
+    """p99 of the model that is asked for least, in its loads."""
+    loads: int
+    failed: int
+
+
+class Warm(Policy):
+    """The fewest requests among boxes that have the model; else among all."""
+
+    def __init__(self) -> None:
+        self.engines: dict[str, OnDemandEngine] = {}
+
+    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], context: Context) -> Prices:
+        costs = [float(state.requests) for state in candidates]
+        for number, state in enumerate(candidates):
+            if request.model not in self.engines[state.endpoint.name].resident():
+                costs[number] += 1e6
+        return Prices(costs)
+
+
+class Divided(Policy):
+    """Each model at its box."""
+
+    def price(self, request: InferenceRequest, candidates: Sequence[EndpointState], context: Context) -> Prices:
+        home = f"s{int((request.model or 'm0')[1:]) % len(candidates)}"
+        return Prices([0.0 if state.endpoint.name == home else inf for state in candidates])
+
+
+def asked(cell: Cell, seconds: float, seed: int) -> list[tuple[float, Job]]:
+    """Poisson arrivals; models by Zipf's law."""
+    rng, at = random.Random(f"on demand:{seed}"), 0.0
+    jobs: list[tuple[float, Job]] = []
+    shares = [1.0 / (rank + 1) for rank in range(cell.models)]
+    while (at := at + rng.expovariate(cell.rate)) < seconds:
+        rank = rng.choices(range(cell.models), shares)[0]
+        turn = int(at // cell.shift_s) if cell.shift_s else 0
+        number = len(jobs)
+        tokens = max(10, int(rng.lognormvariate(4.6, 0.5)))
+        job = Job(
+            f"j{number}",
+            (Piece(number, 500),),
+            Piece(ANSWER_IDS + number, tokens),
+            cell.names[(rank + 3 * turn) % cell.models],
+        )
+        jobs.append((at, job))
+    return jobs
+
+
+def loads_of(cell: Cell) -> dict[str, float]:
+    rng = random.Random("loads")
+    return {name: rng.choice(LOADS_S) for name in cell.names}
+
+
+def run(cell: Cell, rule: str, seconds: float, seed: int, never: Sequence[frozenset[str]] = ()) -> Figures:
+    """One run. `never`: what each box is not to load."""
+    load_s = loads_of(cell)
+    preset = replace(PRESETS["qwen-32b-2xh100"], max_sequences=SLOTS)
+    box = SimulatedServer(preset, times=TIMES, loading=Loading(load_s=load_s, most=cell.most), metrics=False)
+    jobs = asked(cell, seconds, seed)
+    own: Policy | None = Warm() if rule == "warm" else Divided() if rule == "divided" else None
+    routing = RoutingSettings(policy="adaptive" if rule == "lbproxy" else "least-request")
+    settings = BalancingSettings(AdmissionSettings(queue_timeout=TIMEOUT_S))
+    fleet = Fleet(
+        FleetOptions(
+            servers=(box,) * cell.boxes,
+            scrape_interval_s=None,
+            follows_loads=rule == "lbproxy",
+            never_load=tuple(never),
+        ),
+        OpenLoop([jobs]),
+        lambda rng: Balancer(own or make_policy(routing, rng), settings, rng=rng),
+        seed=seed,
+    )
+    engines = {f"s{number}": one for number, one in enumerate(fleet.engines()) if isinstance(one, OnDemandEngine)}
+    if isinstance(own, Warm):
+        own.engines = engines
+    served = fleet.run(until_s=seconds + TIMEOUT_S)
+    waits = [(one.job.model or "", (one.first_at or seconds + TIMEOUT_S) - one.submitted_at) for one in served]
+    rarest = min(Counter(model for model, _ in waits).items(), key=lambda one: one[1])[0]
+    return Figures(
+        statistics.fmean(wait for _, wait in waits),
+        _p99([wait for _, wait in waits]),
+        _p99([wait for model, wait in waits if model == rarest]) / load_s[rarest],
+        sum(engine.loads for engine in engines.values()),
+        sum(one.first_at is None for one in served),
+    )
+
+
+def best(cell: Cell, seconds: float, seed: int) -> Figures:
+    """What could be had, by the mean, if it was known what will be asked for."""
+    counts = Counter(job.model or "" for _, job in asked(cell, seconds, seed))
+    load: list[float] = [0.0] * cell.boxes
+    own: list[set[str]] = [set() for _ in load]
+    for model, count in counts.most_common():
+        lightest = load.index(min(load))
+        load[lightest] += count
+        own[lightest].add(model)
+    divided = [frozenset(cell.names) - mine for mine in own]
+    runs = []
+    before = endpoint_state.ASSUMED
+    try:
+        for stays_s in STAYS_S:
+            endpoint_state.ASSUMED = HostSettings(awake=cell.most, min_awake=stays_s)  # type: ignore[misc]
+            runs += [run(cell, "lbproxy", seconds, seed, never) for never in ((), divided)]
+    finally:
+        endpoint_state.ASSUMED = before  # type: ignore[misc]
+    return min(runs)
+
+
+def _p99(values: Sequence[float]) -> float:
+    return sorted(values)[int(0.99 * (len(values) - 1))]
+
+
+def _median(runs: Sequence[Figures]) -> Figures:
+    return Figures(*(statistics.median(values) for values in zip(*runs, strict=True)))
+
+
+def rows(cell: Cell, seconds: float, seeds: int) -> list[str]:
+    """Of the page."""
+    found = {rule: _median([run(cell, rule, seconds, seed) for seed in range(1, seeds + 1)]) for rule in RULES}
+    found["best"] = _median([best(cell, seconds, seed) for seed in range(1, seeds + 1)])
+    lines = []
+    for rule, one in found.items():
+        told = f"{one.mean_s:.1f} | {one.mean_s / found['best'].mean_s:.2f} | {one.p99_s:.0f} | {one.rarest:.1f}"
+        lines.append(f"| {rule} | {told} | {one.loads:.0f} | {one.failed:.0f} |")
+    return [f"\n## {cell.title}\n", HEAD, *lines]
+
+
+HEAD = (
+    "| rule | mean, s | to best | p99, s | p99 of the rarest, in its loads | loads | without a first token |\n"
+    "| --- | --- | --- | --- | --- | --- | --- |"
+)
+TEXT = """# Models that are loaded on demand
+
+Simulated boxes that load models on demand, as Ollama does ([docs/sleep.md](../docs/sleep.md)): times to the first
+token. `python -m benchmarks.on_demand` writes this page, and its docstring says what the rules are. Poisson arrivals,
+models by Zipf's law, loads of 5 to 30 s, four requests at a time for each model, responses of 110 tokens in the mean; a
+request waits for 600 s. Medians of {seeds} seeds, {seconds:g} virtual seconds each. Prompts, memory and what models
+cost one another are not simulated.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=900.0)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--cells", type=int, default=len(CELLS))
+    args = parser.parse_args(arguments)
+    lines = [TEXT.format(seeds=args.seeds, seconds=args.seconds)]
+    for cell in CELLS[: args.cells]:
+        lines += rows(cell, args.seconds, args.seeds)
+        print("\n".join(lines[-len(RULES) - 3 :]), flush=True)
+    PAGE.write_text("\n".join(lines) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
