@@ -124,6 +124,7 @@ def test_tokens_of_streams_that_report_none_are_estimated_within_a_tenth(tmp_pat
             one_sent.result()
         rows = httpx.get(f"{admin}/admin/usage").json()["rows"]
     found = {row["flow"]: row["completion"] for row in rows}
+    print(found, expected)
     assert found["asks"] == expected["asks"]
     assert found["silent"] == pytest.approx(expected["silent"], rel=0.1)
     assert [row["estimated"] > 0 for row in sorted(rows, key=lambda row: row["flow"])] == [False, True]
