@@ -32,7 +32,7 @@ READ_BYTES: Final = 1 << 18
 GIVE_UP_S: Final = 120.0
 OK: Final = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
 FORM: Final = (
-    "POST /v1/audio/transcriptions HTTP/1.1\r\nHost: lb\r\nContent-Type: multipart/form-data; boundary=b\r\n"
+    "POST /v1/audio/transcriptions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: multipart/form-data; boundary=b\r\n"
     "Content-Length: {}\r\n\r\n"
 )
 

@@ -201,7 +201,7 @@ class Leaving:
         address = httpx.URL(pair.url)
         self.socket = socket.create_connection((address.host, address.port or 80), timeout=TIMEOUT_S)
         self.socket.sendall(
-            f"POST /v1/completions HTTP/1.1\r\nHost: lbproxy\r\nContent-Type: application/json\r\n"
+            f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
         )
 

@@ -39,7 +39,7 @@ def test_a_client_that_leaves_ends_the_generation(fleet: Fleet, stream: bool, fo
     address = httpx.URL(fleet.url)
     with socket.create_connection((address.host, address.port or 80)) as sock:
         sock.sendall(
-            f"POST /v1/completions HTTP/1.1\r\nHost: lbproxy\r\nContent-Type: application/json\r\n"
+            f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
         )
         wait_until(lambda: total(LlmServer.running) >= 1, "running")
