@@ -305,7 +305,6 @@ class Scraper:
                 found = await find_page(self.endpoint, self._shared.engines, self._ask)
                 self._adopt(found.target, found.engine)
                 page = found.page
-                self._note_connector(page)
             else:
                 page = await self._ask(self._target)
             reading_at = time.perf_counter()
@@ -317,6 +316,7 @@ class Scraper:
             self._failed(error, began_at)
         else:
             self._succeeded(metrics, ranks)
+            self._note_connector(page)
         self.status.last_duration_s = self._runtime.now() - began_at
 
     async def _ask(self, target: Target) -> bytes:
@@ -332,9 +332,18 @@ class Scraper:
         self.status.engine = engine
 
     def _note_connector(self, page: bytes) -> None:
-        """What vLLM shows of how it hands KV caches over: not its role."""
-        connector = connector_of(page) if self.status.engine == "vllm" else None
-        if connector is not None and self.endpoint.connector is None:
+        """What vLLM shows of how it hands KV caches over: not its role. It is void once another process answers, which
+        the same page may have shown.
+        """
+        state = self._runtime.balancer.endpoints.get(self.endpoint.uid)
+        if (
+            self.status.engine != "vllm"
+            or self.endpoint.connector is not None
+            or state is None
+            or state.reported.handover
+        ):
+            return
+        if (connector := connector_of(page)) is not None:
             self._runtime.report_role(self.endpoint.uid, Handover(Role.BOTH, connector))
 
     def _forget(self) -> None:

@@ -18,6 +18,7 @@ from lbproxy.control.probing import scraper as module
 from lbproxy.control.probing.scraper import metrics_targets
 from lbproxy.core.endpoints.endpoint import EndpointSpec, EndpointUid
 from lbproxy.core.engines.dialects import SIGNALS, Engines
+from lbproxy.core.engines.handover import Handover, Role
 from lbproxy.core.engines.load_metrics import LoadMetrics, LoraMetrics
 from lbproxy.core.engines.orca import LoadReport
 from lbproxy.core.requests.outcome import Outcome
@@ -256,6 +257,33 @@ def test_a_server_that_was_replaced_is_recognised_anew(monkeypatch: pytest.Monke
             metrics = r.seen().metrics
             assert metrics is not None
             assert (metrics.running, metrics.waiting, metrics.block_size_tokens) == (3.0, None, None)
+
+    run(main())
+
+
+@pytest.mark.parametrize("is_down", [False, True])
+def test_the_connector_of_a_server_that_was_started_anew_is_known_again(
+    is_down: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a process said of itself ends with it, also by the page that shows its successor: that said it, too."""
+    monkeypatch.setattr(module, "SLOW_INTERVAL_S", 0.01)
+
+    def of_start(at: int) -> Script:
+        return page(b"process_start_time_seconds %d\nvllm:nixl_xfer_time_seconds_count 0\n" % at + PAGE)
+
+    async def main() -> None:
+        async with (
+            ScriptedEndpoint({"/metrics": of_start(2_000_000_001)}) as server,
+            rig(spec(server)) as r,
+            scraped(r) as scraper,
+        ):
+            await until(lambda: r.seen().reported_handover)
+            if is_down:  # for so long that its page is looked for anew
+                server.scripts["/metrics"] = answer(status=500)
+                await until(lambda: scraper.status.results.get("status", 0) > module.FAILURES_UNTIL_SLOW)
+            server.scripts["/metrics"] = of_start(2_000_000_002)
+            await until(lambda: (metrics := r.seen().metrics) is not None and metrics.started_at == 2_000_000_002.0)
+            await until(lambda: r.seen().reported_handover == Handover(Role.BOTH, "nixl"))
 
     run(main())
 
