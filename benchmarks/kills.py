@@ -52,10 +52,8 @@ class Clients:
         data = json.dumps({"model": "m", **body, "messages": [{"role": "user", "content": "Hello there"}]}).encode()
         reader, writer = await asyncio.open_connection(*self.address)
         try:
-            head = "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close"
-            writer.write(
-                f"{head}\r\nContent-Length: {len(data)}\r\nContent-Type: application/json\r\n\r\n".encode() + data
-            )
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(data)}"
+            writer.write(f"{head}\r\nConnection: close\r\nContent-Type: application/json\r\n\r\n".encode() + data)
             got = b""
             try:
                 while piece := await reader.read(1 << 16):

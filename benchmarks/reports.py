@@ -32,8 +32,8 @@ REQUESTS = 1000
 """In a round."""
 BODY = b'{"model":"m","messages":[{"role":"user","content":"%s"}]}' % (b"x" * 960)
 REQUEST = (
-    b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
-    % (len(BODY), BODY)
+    b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+    b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(BODY), BODY)
 )
 ANSWER = b'{"id":"x","choices":[{"message":{"content":"%s"}}],"usage":{"prompt_tokens":7,"completion_tokens":4}}' % (
     b"y" * 500
