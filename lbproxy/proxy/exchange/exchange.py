@@ -154,7 +154,12 @@ class Exchange(ABC):
         if ticket.wait is not None:
             record.note_wait(ticket)
         if ticket.state is not TicketState.WAITING:
-            self.guarded(self._settled, ticket)  # whoever called this knows nothing of the place
+            try:  # like `guarded`, which costs more: whoever called this knows nothing of the place
+                self._settled(ticket)
+            except LbError as error:
+                self.give_up(error)
+            except Exception:  # noqa: BLE001 - logged there, with its traceback
+                self.defect()
         elif record.trace is not None:
             record.trace.waiting_since = ticket.submitted_at
 
