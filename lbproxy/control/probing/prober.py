@@ -206,6 +206,8 @@ class Prober:
                     loops.create_task(self._keep_models())
                 if self._endpoint.engine in {"auto", OLLAMA}:
                     loops.create_task(self._keep_loaded())
+                if self._endpoint.engine == OLLAMA:  # its models may stand in the settings
+                    self._loads.set()
                 if self._endpoint.health is not None:
                     loops.create_task(self._keep_health(self._endpoint.health))
         except asyncio.CancelledError as error:
@@ -286,7 +288,7 @@ class Prober:
         self._owner = None if answer.cards is None else engine_of(answer.cards)
         self._listed = answer.cards
         self._report_models()
-        if self._endpoint.engine == OLLAMA or (answer.cards and answer.cards[0].engine == OLLAMA):
+        if answer.cards and answer.cards[0].engine == OLLAMA:
             self._loads.set()
         self._log_change(answer)
 

@@ -171,8 +171,7 @@ class Servers:
         for state in self._endpoints.members():
             standing = state.standing
             most = state.endpoint.loading.most
-            loads = most is not None or any(state.has_api(engine) for engine in LOAD_ON_DEMAND)
-            if state.endpoint.sleep is not None or not loads:
+            if state.endpoint.sleep is not None or not any(state.has_api(engine) for engine in LOAD_ON_DEMAND):
                 standing.on_demand = None
                 continue
             standing.on_demand = standing.on_demand or OnDemand()
@@ -270,10 +269,14 @@ class Servers:
 
     # Predictions
 
-    def awake_in_s(self, server: SleepServer, now: float) -> float | None:
-        """In how many seconds it is awake, if it is woken as soon as possible; None: not known."""
+    def awake_in_s(self, server: SleepServer, now: float, *, in_queue: bool = False) -> float | None:
+        """In how many seconds it is awake, if it is woken as soon as possible; None: not known. `in_queue`: takes
+        requests, which wait there for the rest.
+        """
         starts = server.phase in {Phase.OFF, Phase.STARTING}
         takes_s = server.starts.seconds if starts else server.wakes.seconds
+        if in_queue and not server.is_called:
+            takes_s = 0.0
         if takes_s is None or server.phase is Phase.UNKNOWN:
             return None
         if server.phase in RISING:

@@ -47,7 +47,10 @@ LATE_KNOWN_S: Final = 10.0
 LATE_FACTOR: Final = 3.0
 """A wake is late after a minute, or after three times its forecast, but 10 s: then another server is woken too."""
 UNASKED_S: Final = 5.0
-"""A model for which no request came within this time, as others took them, is not being loaded."""
+"""A model for which no request came within this time, as others took them, is not being loaded. As long is waited for
+one that is to give way: then the request that needs its place waits at the engine, which finishes what runs, and not
+until it is refused here.
+"""
 SCALE_S: Final = 2.0
 """The least wait for which one more server is woken."""
 SCALE_UNKNOWN_S: Final = 10.0
@@ -355,9 +358,9 @@ class Sleepers:
     def _put_to_sleep(self, server: SleepServer, orders: list[Order], now: float) -> None:
         """Let a server that drains fall asleep, if it has drained."""
         if server.phase is Phase.DRAINING and not server.calling:
-            left = server.in_flight
-            if not left or now - server.since > DRAIN_S:
-                reason = "it has no requests" if not left else f"it still has {left} requests after {DRAIN_S:.0f} s"
+            left, drain_s = server.in_flight, DRAIN_S if server.is_called else UNASKED_S
+            if not left or now - server.since > drain_s:
+                reason = "it has no requests" if not left else f"it still has {left} requests after {drain_s:.0f} s"
                 self._servers.move(server, SleepEvent.DRAINED, reason, now)
                 if server.is_called:
                     server.calling = True
@@ -454,11 +457,11 @@ class Sleepers:
 
     def refusal(self, ticket: Ticket, now: float) -> Outcome | None:
         """How a request ends that would wait for a wake, as that takes too long; None: it waits."""
-        wait_s = self.wakes_in_s(ticket, now)
+        wait_s, held_s = self.wakes_in_s(ticket, now), self.wakes_in_s(ticket, now, in_queue=True)
         deadline = ticket.request.deadline
         ticket.wakes_in_s, ticket.best_wait_s = wait_s, wait_s or 0.0
         late = wait_s is not None and deadline is not None and now + wait_s > deadline
-        if wait_s is None or not (late or now + wait_s > ticket.expires_at):
+        if not late and (held_s is None or now + held_s <= ticket.expires_at):
             self.waited += 1
             return None
         self.passed_by(ticket, now)
@@ -469,12 +472,12 @@ class Sleepers:
         """Note that a request for a model that sleeps did not wait: the next ones may be served there."""
         self._refused[ticket.request.model] = now
 
-    def wakes_in_s(self, ticket: Ticket, now: float) -> float | None:
-        """In how many seconds a server that takes a request is awake; None: not known."""
+    def wakes_in_s(self, ticket: Ticket, now: float, *, in_queue: bool = False) -> float | None:
+        """In how many seconds a server that takes a request is awake; None: not known. `in_queue`: see `Servers`."""
         request = ticket.request
         uid = None if request.response_id is None else self._owner(request, now)
         able = self._servers.able(Need(request.model, uid, ticket.avoid))
-        waits = [self._servers.awake_in_s(server, now) for server in able]
+        waits = [self._servers.awake_in_s(server, now, in_queue=in_queue) for server in able]
         known = [wait for wait in waits if wait is not None]
         return min(known) if known and len(known) == len(waits) else None
 

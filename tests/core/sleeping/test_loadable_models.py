@@ -26,8 +26,14 @@ MODELS = ("a", "b", "c")
 class Boxes:
     """A balancer over endpoints with the API of Ollama."""
 
-    def __init__(self, *loadings: LoadSpec, loaded: Sequence[str] | None = (), policy: str = "least-request") -> None:
-        settings = BalancingSettings(admission=AdmissionSettings(queue_timeout=1000.0))
+    def __init__(
+        self,
+        *loadings: LoadSpec,
+        loaded: Sequence[str] | None = (),
+        policy: str = "least-request",
+        timeout: float = 1000.0,
+    ) -> None:
+        settings = BalancingSettings(admission=AdmissionSettings(queue_timeout=timeout))
         routing = RoutingSettings.model_validate({"policy": policy})
         self.balancer = Balancer(make_policy(routing), settings, rng=random.Random(1))
         self.sleepers = self.balancer.sleepers
@@ -101,11 +107,39 @@ def test_what_is_idle_gives_way_and_what_has_requests_is_finished_first() -> Non
     assert boxes.memory(0, now=12.0) == {"a": "draining"}
     late = boxes.ask("a", now=12.5)
     assert late.state is TicketState.WAITING
-    boxes.close(runs, now=20.0)
-    boxes.decide(now=20.1)
-    boxes.decide(now=20.2)
+    boxes.close(runs, now=14.0)
+    boxes.decide(now=14.1)
+    boxes.decide(now=14.2)
     assert boxes.place(waits) == 0
-    assert boxes.memory(0, now=20.2) == {"b": "waking"}
+    assert boxes.memory(0, now=14.2) == {"b": "waking"}
+
+
+def test_what_has_long_requests_gives_way_in_the_end_and_the_next_waits_at_the_engine() -> None:
+    boxes = Boxes(LoadSpec(most=1), timeout=30.0)
+    boxes.say(0, ["a"], now=1.0)
+    boxes.ask("a", now=2.0)
+    waits = boxes.ask("b", now=2.0)
+    for now in (3.0, 12.0, 17.5, 17.6):
+        boxes.decide(now=now)
+    assert boxes.place(waits) == 0
+
+
+def test_a_request_is_not_refused_for_a_load_that_takes_longer_than_the_queue_may() -> None:
+    """It waits at the engine. By its own deadline it is."""
+    boxes = Boxes(LoadSpec(most=1), timeout=30.0)
+    first = boxes.ask("a", now=1.0)
+    boxes.decide(now=1.1)
+    boxes.say(0, ["a"], now=61.0)
+    boxes.close(first, now=62.0)
+    boxes.say(0, [], now=70.0)
+    second = boxes.ask("a", now=80.0)
+    boxes.decide(now=80.1)
+    assert boxes.place(second) == 0
+    boxes.close(second, now=80.2)
+    boxes.say(0, [], now=90.0)
+    boxes.decide(now=90.1)
+    late = boxes.balancer.submit(InferenceRequest("r", "a", deadline=130.0), now=100.0)
+    assert (late.state, late.outcome) == (TicketState.CLOSED, Outcome.TOO_LATE)
 
 
 def test_of_idle_models_another_takes_the_place_at_once() -> None:
