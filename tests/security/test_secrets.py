@@ -237,7 +237,8 @@ def _told(text: str) -> str:
 
 def _is_a_name(path: tuple[str, ...]) -> bool:
     """What may be any text, and is no URL: names of models, services and files, Unix sockets among them."""
-    return path[-1] in {"file", "service_name", "ca", "cert", "key", "unix", "*"} or "models" in path or "model" in path
+    names = {"file", "service_name", "ca", "cert", "key", "unix", "*"}
+    return path[-1] in names or not {"models", "model", "keep_loaded", "never_load"}.isdisjoint(path)
 
 
 def test_a_file_that_is_no_settings_file_is_not_repeated() -> None:
