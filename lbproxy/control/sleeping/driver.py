@@ -158,7 +158,8 @@ def _log(one: SleepTransition) -> None:
     extra |= {"reason": one.reason, "lasted_s": round(one.lasted_s, 3)}
     if one.model is not None:
         extra |= {"model": one.model}
-        logger.info("%s of %s: %s -> %s: %s", one.model, one.endpoint, before, after, one.reason, extra=extra)
+        level = logging.DEBUG if one.before is Phase.UNKNOWN else logging.INFO  # most of a long list are not loaded
+        logger.log(level, "%s of %s: %s -> %s: %s", one.model, one.endpoint, before, after, one.reason, extra=extra)
     elif failed is not None:
         logger.warning("the %s of %s failed: %s", failed, one.endpoint, one.reason, extra=extra)
     else:

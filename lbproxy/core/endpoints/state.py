@@ -68,8 +68,8 @@ class OnDemand:
         self.host, self.is_all = self.host.model_copy(update={"awake": models}), is_all
 
     def count(self, model: str, more: int) -> None:
-        """One request more, or less (-1)."""
-        self.in_flight[model] = self.in_flight.get(model, 0) + more
+        """One request more, or less (-1). Some may have begun before anything was counted."""
+        self.in_flight[model] = max(0, self.in_flight.get(model, 0) + more)
         if more > 0:
             self.placed[model] = self.placed.get(model, 0) + 1
 

@@ -233,7 +233,7 @@ class LoadableModel(SleepServer):
     @property
     def url(self) -> str:
         """What tells it from the endpoint's other models."""
-        return f"{self.states[0].endpoint.base_url}#{self._name}"
+        return model_url(self.states[0], self._name)
 
     @property
     def model(self) -> str | None:
@@ -285,3 +285,8 @@ class LoadableModel(SleepServer):
 
     def _work(self, now: float) -> tuple[tuple[float, ...], bool]:
         return (float(self.on_demand.placed.get(self._name, 0)),), self.in_flight > 0
+
+
+def model_url(state: EndpointState, model: str) -> str:
+    """`LoadableModel.url`."""
+    return f"{state.endpoint.key}#{model}"

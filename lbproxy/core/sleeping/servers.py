@@ -172,11 +172,17 @@ class Servers:
             standing = state.standing
             most = state.endpoint.loading.most
             if state.endpoint.sleep is not None or not any(state.has_api(engine) for engine in LOAD_ON_DEMAND):
-                standing.on_demand = None
+                if standing.on_demand is not None:
+                    standing.on_demand = None
+                    self._shown(state)
                 continue
-            standing.on_demand = standing.on_demand or OnDemand()
+            standing.on_demand = on_demand = standing.on_demand or OnDemand()
+            names = frozenset(state.models or ())
+            if not names >= on_demand.unloaded | on_demand.loading:
+                on_demand.unloaded, on_demand.loading = on_demand.unloaded & names, on_demand.loading & names
+                self._shown(state)
             if most is not None:
-                standing.on_demand.host = ASSUMED.model_copy(update={"awake": most})
+                on_demand.host = ASSUMED.model_copy(update={"awake": most})
             for name in state.models or ():
                 new = LoadableModel(state, name, now)
                 known = before.get(new.url)

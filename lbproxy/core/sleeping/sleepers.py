@@ -35,7 +35,7 @@ from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.core.saved.pieces import Durations
 from lbproxy.core.sleeping.phase import Phase, SleepEvent, SleepTransition
-from lbproxy.core.sleeping.server import DOWN_FREE_S, SleepServer
+from lbproxy.core.sleeping.server import DOWN_FREE_S, SleepServer, model_url
 from lbproxy.core.sleeping.servers import LEAVING, RISING, Need, Servers, is_served, read_needs
 
 DRAIN_S: Final = 120.0
@@ -190,7 +190,7 @@ class Sleepers:
         before = on_demand.unloaded
         for model in state.models or ():
             asleep = None if models is None else model not in models
-            self.reported(f"{state.endpoint.base_url}#{model}", asleep, asked_at=asked_at, now=now)
+            self.reported(model_url(state, model), asleep, asked_at=asked_at, now=now)
         if models is None or state.endpoint.loading.most is not None:
             return
         if on_demand.unloaded - before and on_demand.loading:

@@ -237,3 +237,34 @@ def test_a_request_of_ollamas_api_has_its_model_loaded_though_another_engine_ser
     boxes.decide(now=1.1)
     assert boxes.place(ticket) == 0
     assert boxes.place(boxes.ask("a", now=1.2)) in {0, 1}
+
+
+def test_a_model_that_is_not_listed_any_more_is_not_waited_for() -> None:
+    boxes = Boxes(NOTHING_SAID)
+    boxes.balancer.report_models(boxes.uids[0], [ModelCard("a", b"{}", engine="ollama")])
+    boxes.decide(now=1.0)
+    ticket = boxes.ask("c", now=2.0)
+    assert (ticket.state, ticket.outcome) == (TicketState.CLOSED, Outcome.MODEL_NOT_FOUND)
+    assert boxes.home("a", now=3.0) == 0
+
+
+def test_another_engine_at_the_address_has_all_of_its_models_in_memory() -> None:
+    boxes = Boxes(NOTHING_SAID)
+    boxes.balancer.report_models(boxes.uids[0], [ModelCard(name, b"{}") for name in MODELS])
+    boxes.decide(now=1.0)
+    assert [boxes.place(boxes.ask(model, now=2.0)) for model in MODELS] == [0, 0, 0]
+
+
+def test_a_request_that_began_before_it_was_known_is_none_too_many() -> None:
+    boxes = Boxes(LoadSpec(most=1))
+    boxes.balancer.report_models(boxes.uids[0], [ModelCard(name, b"{}") for name in MODELS])
+    boxes.decide(now=1.0)
+    before = boxes.ask("a", now=1.0)
+    boxes.balancer.report_models(boxes.uids[0], [ModelCard(name, b"{}", engine="ollama") for name in MODELS])
+    boxes.say(0, ["a"], now=2.0)
+    boxes.close(before, now=3.0)
+    boxes.ask("a", now=4.0)
+    waits = boxes.ask("b", now=6.0)
+    for now in (6.1, 6.2):
+        boxes.decide(now=now)
+    assert waits.state is TicketState.WAITING, "`a` is busy"
