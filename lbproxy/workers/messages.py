@@ -21,7 +21,7 @@ Fields: TypeAlias = tuple[Any, ...]
 """The fields of a NamedTuple."""
 RequestFields: TypeAlias = tuple[
     str, str | None, bool, int, int, tuple[int, ...], int | None, int, str | None, bool, str, float | None, int,
-    str | None, bool, bool, bool, bool, bool, int, int, int, int, float | None, str | None, str | None,
+    str | None, bool, bool, bool, bool, bool, int, int, int, int, float | None, str | None, str | None, int | None,
 ]  # fmt: skip
 """The fields of an InferenceRequest that a worker sends."""
 # By these the decoders that are made later read requests and usages. Compiled, a NamedTuple does not know the types of

@@ -83,3 +83,40 @@ def test_models_are_loaded_where_there_is_room_and_warm_ones_are_used(tmp_path: 
         assert ask(rest) == homes[rest]
         loads = [line for line in process.lines("sleep") if line["to"] == "waking"]
         assert [line["model"] for line in loads] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("workers", ["", "workers: 2\n"])
+def test_a_long_prompt_goes_where_the_model_is_loaded_with_a_context_for_it(tmp_path: Path, workers: str) -> None:
+    """The other one would cut it without a word."""
+    box = ["--engine", "ollama", "--model", "a", "--speed", "50"]
+    with (
+        mock(*box) as (_, short),
+        mock(*box) as (_, long),
+        lbproxy(tmp_path, [f"{{url: '{short}', name: short}}", f"{{url: '{long}', name: long}}"], workers) as (
+            process,
+            listen,
+            admin,
+        ),
+        httpx.Client(base_url=listen, timeout=60) as client,
+    ):
+        for url, context in ((short, 4096), (long, 32768)):
+            options = {"num_predict": 1, "num_ctx": context}
+            body: dict[str, object] = {"model": "a", "prompt": "Hello", "options": options}
+            assert httpx.post(f"{url}/api/generate", json=body, timeout=60).status_code == 200
+        process.wait_for("serves a")
+
+        def loaded() -> bool:
+            state = httpx.get(f"{admin}/admin/state").json()["endpoints"]
+            return all([one["state"] for one in each["in_memory"] or ()] == ["loaded"] for each in state)
+
+        run(until(loaded, "both say that it is loaded"))
+
+        def home(words: int, number: int) -> str:
+            prompt = f"{number} " + "word " * words
+            body = {"model": "a", "prompt": prompt, "options": {"num_predict": 1}, "stream": False}
+            response = client.post("/api/generate", json=body)
+            assert response.status_code == 200, response.text
+            return response.headers["x-lbproxy-endpoint"]
+
+        assert {home(20, number) for number in range(20)} == {"short", "long"}
+        assert {home(8000, number) for number in range(10)} == {"long"}

@@ -124,8 +124,10 @@ async def _with_engine(
     return [replace(card, engine=OLLAMA) for card in cards] if is_ollama else cards
 
 
-async def ask_loaded(endpoint: EndpointSpec, connections: ConnectionPool, timeout_s: float) -> set[str] | None:
-    """The models that an Ollama has in memory; None: it does not say."""
+async def ask_loaded(
+    endpoint: EndpointSpec, connections: ConnectionPool, timeout_s: float
+) -> dict[str, int | None] | None:
+    """See `read_loaded`."""
     try:
         answer = await _get(endpoint, "/api/ps", connections, timeout_s, MAX_INFO_BYTES)
     except UpstreamError:
@@ -189,6 +191,8 @@ class Prober:
         """The longest prompt that it takes, of whatever model, as it describes itself."""
         self._owner: str | None = None
         """The engine, by the models that it listed last."""
+        self._loaded: dict[str, int | None] = {}
+        """The models that it has in memory, with the contexts that they have there."""
         self._loads = asyncio.Event()
         """It loads models on demand, and says which are in memory."""
         self._logged: frozenset[str] | None = None
@@ -249,6 +253,9 @@ class Prober:
                 asked_at, timeout_s = self._runtime.now(), self._settings.timeout
                 models = await ask_loaded(self._endpoint, self._connections, timeout_s)
                 self._runtime.report_loaded(self._endpoint.uid, models, asked_at=asked_at)
+                if models is not None and models != self._loaded:
+                    self._loaded = models
+                    self._report_models()
             await self._pause(LOADED_S)
 
     async def _pause(self, interval_s: float) -> None:
@@ -296,6 +303,9 @@ class Prober:
         cards, most = self._listed, self._prompt_tokens
         if cards is not None and most is not None:
             cards = [with_longest_prompt(one, most) for one in cards]
+        if cards is not None and self._loaded:  # a longer prompt is cut there without a word
+            lengths = self._loaded
+            cards = [replace(one, context_tokens=lengths.get(one.id), context_is_of_prompt=True) for one in cards]
         self._runtime.report_models(self._endpoint.uid, cards)
 
     def _engine(self) -> str | None:

@@ -204,6 +204,8 @@ class EndpointState:
 
     def prompt_limit(self, request: InferenceRequest) -> int | None:
         """The longest prompt that it takes with the response that a request may have, in tokens; None: not known."""
+        if request.context_tokens is not None:
+            return request.context_tokens  # it has its model loaded with that wherever it goes
         cards, model = self.models, request.model
         if not cards or model is None or (card := cards.get(model)) is None:
             return None

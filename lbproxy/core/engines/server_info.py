@@ -180,8 +180,10 @@ def is_silent(status: int) -> bool:
     return (status >= 500 and status != 501) or status in {408, 429}
 
 
-def read_loaded(page: bytes) -> set[str] | None:
-    """The models that an Ollama has in memory, from what its /api/ps returns; None if it says nothing of that."""
+def read_loaded(page: bytes) -> dict[str, int | None] | None:
+    """The models that an Ollama has in memory, each with its context in tokens if that is said, from what its /api/ps
+    returns; None if it says nothing of that.
+    """
     if not is_light(page):
         return None
     try:
@@ -191,5 +193,5 @@ def read_loaded(page: bytes) -> set[str] | None:
     models = said.get("models") if isinstance(said, dict) else None
     if not isinstance(models, list):
         return None
-    names = [one.get("name") if isinstance(one, dict) else None for one in models]
-    return {name for name in names if isinstance(name, str)}
+    named = [one for one in models if isinstance(one, dict) and isinstance(one.get("name"), str)]
+    return {one["name"]: _number(one.get("context_length")) for one in named}

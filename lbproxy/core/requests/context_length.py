@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Final
 
-from lbproxy.core.requests.openai import ModelCard
+from lbproxy.core.requests.openai import MAX_TOKENS, ModelCard
 
 MARGIN: Final = 1.1
 """A prompt may well have so many times the tokens that its bytes show: texts differ. A short server gets fewer of the
@@ -26,6 +27,13 @@ _TOO_LONG: Final = re.compile(
 def is_too_long(refusal: bytes) -> bool:
     """Whether the body of a 400 says that the prompt, or what may be generated besides, is too long for the model."""
     return len(refusal) <= MAX_REFUSAL_BYTES and _TOO_LONG.search(refusal) is not None
+
+
+def asked_context(fields: Mapping[str, object]) -> int | None:
+    """The context that a body asks an Ollama for; None: it asks for none."""
+    options = fields.get("options")
+    asked = options.get("num_ctx") if isinstance(options, dict) else None
+    return asked if type(asked) is int and 0 < asked < MAX_TOKENS else None
 
 
 def prompt_limit(card: ModelCard | None, max_tokens: int | None) -> int | None:

@@ -76,6 +76,8 @@ class InferenceRequest(NamedTuple):
     """The model in place of which `model` is to serve it; None: it is its own."""
     engine: str | None = None
     """It is in this engine's own API, which only its endpoints have; None: in one that all have."""
+    context_tokens: int | None = None
+    """The context with which it wants its model loaded (Ollama's `num_ctx`); None: any."""
 
     def as_leg(self, leg: int, prefilled_at: int = 0) -> InferenceRequest:
         """One leg of it. The first has one token of the response, and shows its progress like a stream: its whole

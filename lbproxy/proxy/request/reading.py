@@ -15,6 +15,7 @@ from lbproxy.core.endpoints.endpoint import Endpoint
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.queue.flows import FlowRules
+from lbproxy.core.requests.context_length import asked_context
 from lbproxy.core.requests.encodable import encodable_text
 from lbproxy.core.requests.forms import FormWalk, find_form_name, is_clear, read_form_model
 from lbproxy.core.requests.models import Allowed, ModelRules, models_within, other_models, resolve
@@ -120,7 +121,7 @@ class RequestReader:
         record.model, record.stream = facts.model, facts.stream
         placed = self._placed(record, request, facts, prompt, is_large=large is not None)
         if request.route.engine is not None:
-            placed = placed._replace(engine=request.route.engine)
+            placed = placed._replace(engine=request.route.engine, context_tokens=asked_context(facts.fields))
         if self._model_rules.has_settings:
             request, placed = self._with_fallbacks(request, placed, record)
         if self._bounds_models and facts.model is None:

@@ -82,6 +82,14 @@ def test_an_adapter_has_the_context_of_its_base() -> None:
     assert places(balancer, ask(20_000, model="sql")) == {LONG}
 
 
+def test_a_request_that_asks_for_a_context_has_that_wherever_it_goes() -> None:
+    """Of Ollama: the model is loaded with it."""
+    balancer = fleet(SHORT, LONG, of_prompt=True)
+    assert places(balancer, ask(2 * SHORT)) == {LONG}
+    held = [balancer.submit(ask(2 * SHORT, context_tokens=4 * SHORT), now=1.0) for _ in range(4)]
+    assert len({ticket.placed_state.endpoint.uid for ticket in held}) == 2
+
+
 def test_without_one_that_is_long_enough_the_endpoints_decide() -> None:
     assert places(fleet(SHORT, MIDDLE), ask(100_000)) == {MIDDLE}
     balancer = fleet(SHORT, LONG)
