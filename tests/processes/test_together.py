@@ -65,7 +65,8 @@ def test_keep_alive_clients_are_shared_evenly_and_shown(tmp_path: Path) -> None:
                 async with connected(listen, count):
                     await until(lambda n=count: state(admin)["client_connections"] == n)  # type: ignore[misc]
                     shares = [one["client_connections"] for one in state(admin)["workers"]]
-                    assert all(0.4 * count <= share <= 0.6 * count for share in shares), shares
+                    # Who has less to do accepts more, on a busy machine too.
+                    assert all(0.3 * count <= share <= 0.7 * count for share in shares), shares
                 await until(lambda: not state(admin)["client_connections"])
 
         run(main())
