@@ -20,6 +20,7 @@ from typing import cast
 from aiohttp import web
 
 from lbproxy.config.tree import Settings
+from lbproxy.core.endpoints.health import Health
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.outline import PARSE_AT_ONCE_BYTES
@@ -35,7 +36,7 @@ from lbproxy.proxy.front.bodies import most_held, read_body
 from lbproxy.proxy.front.connection import CLOSE, KEEP, ClientConnection
 from lbproxy.proxy.front.ollama_lists import OllamaLists
 from lbproxy.proxy.front.overload import Overload, Unmetered
-from lbproxy.proxy.front.requests import Requests
+from lbproxy.proxy.front.requests import LISTS_S, Requests
 from lbproxy.proxy.front.socket_turn import SocketTurn
 from lbproxy.proxy.front.turn import Turn
 from lbproxy.proxy.request.client_request import ClientRequest
@@ -358,6 +359,11 @@ class FrontEnd(web.Server):
         else:
             requests.begin(read, turn)
 
+    async def _first_probes(self) -> None:
+        """Wait until the health of an endpoint is known, as requests for inference do: clients list models first."""
+        while not self._runtime.any_up() and any(one.health is Health.STARTING for one in self._runtime.members()):
+            await asyncio.sleep(LISTS_S)
+
     async def _lists_read(self) -> None:
         if self.requests.reading.waits_for_lists():
             read = asyncio.Event()
@@ -380,6 +386,8 @@ class FrontEnd(web.Server):
         them; or a list of Ollama's. GET /health: a 503 from the moment that lbproxy begins to stop. Raises LbError.
         """
         reading, record = self.requests.reading, turn.record
+        if route is not HEALTH:
+            await self._first_probes()
         if route is OLLAMA_LISTS:
             allowed, rules = reading.allowed(fields, record), self.exchanger.model_rules
             turn.respond(200, await self._ollama_lists.body(record.path, rules, allowed))

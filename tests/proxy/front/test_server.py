@@ -252,8 +252,23 @@ def test_models_are_merged_and_found_one_by_one() -> None:
 def test_the_model_list_of_a_dead_pool_is_an_error_not_empty() -> None:
     async def main() -> None:
         async with rig("http://127.0.0.1:9", up=False) as it:
+            it.runtime.report_health(it.runtime.snapshot().endpoints[0].endpoint.uid, False, "nothing there")
             reply = await it.ask(get("/v1/models"))
             assert (reply.status, code(reply)) == (503, "no_endpoints")
+
+    run(main())
+
+
+def test_the_model_list_waits_for_the_first_probe() -> None:
+    async def main() -> None:
+        async with rig("http://127.0.0.1:9", up=False) as it:
+            client = await it.connect()
+            client.send(get("/v1/models"))
+            await asyncio.sleep(0.2)
+            show(it.runtime, ["m"])
+            it.bring_up()
+            reply = await client.reply()
+            assert [entry["id"] for entry in json.loads(reply.body)["data"]] == ["m"]
 
     run(main())
 

@@ -24,7 +24,7 @@ from lbproxy.sim.mock.text import embedding
 
 VERSION = "0.14.0"
 CONTEXT = 4096
-"""Of a model that is loaded without `num_ctx`."""
+"""Of a model that is loaded without `num_ctx`, unless `--max-model-len` says another."""
 KEEP_S = 300.0
 DIMENSIONS = 16
 
@@ -72,6 +72,7 @@ class Ollama:
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
         self._models = (desk.options.model, *desk.options.adapters)
+        self._context = desk.options.max_model_len or CONTEXT
         self._wanted: dict[str, tuple[int, float]] = {}
         """What was asked for last of each model: the length of its context, and until when (seconds since 1970)."""
 
@@ -128,7 +129,7 @@ class Ollama:
         keep = fields.get("keep_alive")
         keep_s = float(keep) if isinstance(keep, int | float) else KEEP_S
         keep_s = keep_s if keep_s >= 0 else 1e9
-        self._wanted[model] = integer(options, "num_ctx") or CONTEXT, time.time() + keep_s
+        self._wanted[model] = integer(options, "num_ctx") or self._context, time.time() + keep_s
         engine = self._desk.driver.engine
         assert isinstance(engine, OnDemandEngine)
         engine.keep(model, keep_s)
@@ -153,7 +154,7 @@ class Ollama:
         engine, loaded = self._desk.driver.engine, []
         assert isinstance(engine, OnDemandEngine)
         for name in engine.resident():
-            context, until = self._wanted.get(name, (CONTEXT, time.time() + KEEP_S))
+            context, until = self._wanted.get(name, (self._context, time.time() + KEEP_S))
             loaded.append(_entry(name) | {"expires_at": _stamp(until), "size_vram": 1, "context_length": context})
         return json_response(dump({"models": loaded}))
 
