@@ -48,8 +48,8 @@ REPLACING := tests/net/connections/test_pool.py \
 MEASURING := $(addprefix tests/benchmarks/test_,overhead.py overhead_guard.py)
 # What runs once more with the data path of a worker process, linked to the balancer by sockets: the rest of what matters
 # there are tests/workers and tests/processes. By hand, LBPROXY_TEST_WORKERS=2 runs everything so (docs/testing.md).
-IN_WORKER := $(addprefix tests/proxy/,$(addprefix exchange/test_,adapter_calls.py agents_apis.py ejection.py exchange.py) \
-    front/test_unknown_models.py request/test_trace_context.py)
+IN_WORKER := $(addprefix tests/proxy/,$(addprefix exchange/test_,agents_apis.py ejection.py exchange.py) \
+    $(addprefix front/test_,adapter_calls.py unknown_models.py) request/test_trace_context.py)
 # Tests through sockets mostly wait, so there are more workers than cores; of those that compute, at most six, as each worker
 # collects all tests. LBPROXY_WORKERS=2 for a machine with little memory.
 LBPROXY_WORKERS ?= 10

@@ -25,7 +25,7 @@ from setuptools.command.build_ext import build_ext
 COMPILED = {
     "lbproxy/core": "balancer placing",
     "lbproxy/core/requests": "media openai outcome outline prompt_keys prompts request retry",
-    "lbproxy/core/responses": "json_walk lines sse usage",
+    "lbproxy/core/responses": "joined json_walk lines sse usage",
     "lbproxy/core/engines": "handover load_metrics",
     "lbproxy/core/caches": "adapters cache_loss cache_size prefix_index savings sessions",
     "lbproxy/core/capacity": "allowance bucket lanes opaque others regression reservations room slots space trends",
@@ -48,7 +48,7 @@ COMPILED = {
     "lbproxy/workers": "contents known link origins remote reports server",
     "lbproxy/net/connections": "backlog corked h1 patience pool upload",
     "lbproxy/proxy/request": "client_request forwarding handshake headers plain reading",
-    "lbproxy/proxy/exchange": "exchange exchanger failures opening relay steps used",
+    "lbproxy/proxy/exchange": "continuation exchange exchanger failures opening relay steps used",
     "lbproxy/proxy/front": "requests socket_turn turn",
     "lbproxy/control/families": "histogram requests",
     "lbproxy/control/telemetry": "access_line process_log recent telemetry writer",

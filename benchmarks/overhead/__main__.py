@@ -38,7 +38,7 @@ FULL = {
     "220k-20": (2, 2.0),
     "220k-100": (2, 2.0),
     "220k-200": (2, 2.0),
-    **dict.fromkeys(("256k", "256k-one", "1m", "1m-one", "4m", "4m-one"), (3, 2.0)),
+    **{one.key: (3, 2.0) for one in WORKLOADS if one.agent},
     "held": (1, 10.0),
 }
 QUICK = {key: (1, min(seconds, 2.0)) for key, (_, seconds) in FULL.items()}

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from benchmarks.overhead.figures import added_ms, cpu_us, middle, windows
-from benchmarks.overhead.load import Figures
+from benchmarks.overhead.load import DEFAULTS, Figures
 from benchmarks.overhead.results import Results
 
 OURS = "lbproxy"
 RUST = ("sglang-router", "vllm-router", "smg")
+AT_DEFAULTS = tuple(f"{name}{DEFAULTS}" for name in RUST)
 LLM_D = 130.0
 """Requests/s with prompts of 220 KB at which llm-d's picker levels off, by its own published load test."""
 Seen = dict[str, list[Figures]]
@@ -175,6 +176,14 @@ GOALS = (
     Goal("1 KB, 64 connections: CPU per request, x nginx", cpu_ratio("1k", "nginx", unit="request"), None, 1.7),
     _faster("32k", "32 KB prompts", "sglang-router", 1.3),
     _faster("32k", "32 KB prompts", "envoy", 0.7, 1.0),
+    *(
+        Goal(
+            f"{what} of an agent: CPU per request, x the best Rust router",
+            cpu_ratio(key, *AT_DEFAULTS, unit="request"),
+            1.0,
+        )
+        for key, what in (("256k", "256 KB"), ("1m", "1 MB"), ("4m", "4 MB"))
+    ),
     Goal("500 streams x 20 ms: CPU per event, x sglang-router", cpu_ratio("sse", "sglang-router"), 1.0),
     Goal("500 streams x 20 ms: CPU per event, x envoy", cpu_ratio("sse", "envoy"), 0.95),
     Goal("500 streams x 20 ms: CPU per event, x nginx", cpu_ratio("sse", "nginx"), None, 1.15),

@@ -309,7 +309,7 @@ static void receive(struct connection *c)
 
 /* --- The run ------------------------------------------------------------------------------------------------------ */
 
-static void read_request(const char *path)
+static void read_request(const char *path, const char *url_path)
 {
     static char body[8 << 20];
     FILE *file = fopen(path, "rb");
@@ -321,8 +321,8 @@ static void read_request(const char *path)
     if (!request)
         die("malloc");
     request_size = sprintf(request,
-                           "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:%d\r\nUser-Agent: load\r\n"
-                           "Content-Type: application/json\r\nContent-Length: %zu\r\n\r\n", port, size);
+                           "POST %s HTTP/1.1\r\nHost: 127.0.0.1:%d\r\nUser-Agent: load\r\n"
+                           "Content-Type: application/json\r\nContent-Length: %zu\r\n\r\n", url_path, port, size);
     memcpy(request + request_size, body, size);
     request_size += size;
     mark = memmem(request, request_size, MARK, DIGITS);
@@ -354,12 +354,12 @@ static void print_result(double seconds, double cpu)
 
 int main(int count, char **arguments)
 {
-    if (count != 7) {
-        fprintf(stderr, "usage: load PORT BODY_FILE CONNECTIONS EVENTS WARM_S SECONDS\n");
+    if (count != 7 && count != 8) {
+        fprintf(stderr, "usage: load PORT BODY_FILE CONNECTIONS EVENTS WARM_S SECONDS [PATH]\n");
         return 2;
     }
     port = atoi(arguments[1]);
-    read_request(arguments[2]);
+    read_request(arguments[2], count == 8 ? arguments[7] : "/v1/chat/completions");
     long connections = atol(arguments[3]), opened = 0;
     expected_events = atol(arguments[4]);
     long long warm = atof(arguments[5]) * 1e9, wanted = atof(arguments[6]) * 1e9, start = read_clock(), begun = 0;

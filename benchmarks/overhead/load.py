@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypedDict
 
-from benchmarks.overhead.conversation import conversation
+from benchmarks.overhead.conversation import CHAT, MESSAGES, RESPONSES, conversation
 from benchmarks.overhead.process import LOAD_CORE, Usage, busy_s, cpu_s
 
 ROOT = Path(__file__).parents[2]
@@ -51,8 +51,8 @@ class Workload:
     warm_s: float = 0.5
     peers: tuple[str, ...] | None = None
     """The only ones that take part, besides lbproxy; None: all."""
-    agent: bool = False
-    """The body is a coding agent's conversation: all of it is everybody's but for its end."""
+    agent: str | None = None
+    """The body is a coding agent's conversation in the form of this path: all of it is everybody's but for its end."""
 
     @property
     def unit(self) -> str:
@@ -69,8 +69,8 @@ class Workload:
 
         The server takes the number of events and the beat from it.
         """
-        if self.agent:
-            return conversation(self.body_bytes, MARK)
+        if self.agent is not None:
+            return conversation(self.body_bytes, MARK, self.agent)
         half = "a word or " * max(1, (self.body_bytes - 130) // 20)
         streamed = {"stream": True, "max_tokens": self.events, "seed": self.beat_ms}
         options = streamed if self.events else {"max_tokens": 6}
@@ -78,9 +78,18 @@ class Workload:
         return json.dumps({"model": "m", **options, "messages": [{"role": "user", "content": prompt}]}).encode()
 
 
+DEFAULTS = ", defaults"
+"""After the name of a router that runs with its own default policy."""
+BESIDE_AGENTS = ("nginx", "envoy", *(f"{name}{DEFAULTS}" for name in ("sglang-router", "smg", "vllm-router")))
 WARM = Workload("warm", "", "requests", 1, 1024)
 """What everybody can answer at once, to warm up with: other workloads may be long streams."""
 LONG = 220 * 1024
+
+
+def _of_agent(key: str, title: str, connections: int, kib: int, path: str) -> Workload:
+    return Workload(key, title, "requests", connections, kib << 10, agent=path, peers=BESIDE_AGENTS)
+
+
 # sse, held: streams longer than the window, so that it holds events and nothing else. streams: shorter ones, which end
 # and begin anew, so that whole streams and times to first events are seen too.
 WORKLOADS = (
@@ -94,9 +103,14 @@ WORKLOADS = (
         for n in (20, 100, 200)
     ),
     *(
-        Workload(f"{size}{name}", f"{size.upper()}B of an agent, {many}", "requests", n, count << 10, agent=True)
+        _of_agent(f"{size}{name}", f"{size.upper()}B of an agent, {many}", n, count, CHAT)
         for size, count in (("256k", 256), ("1m", 1024), ("4m", 4096))
         for name, many, n in (("", "16 at a time", 16), ("-one", "one at a time", 1))
+    ),
+    *(
+        _of_agent(f"{size}-{name}", f"{size.upper()}B of an agent, {path}", 16, count, path)
+        for size, count in (("256k", 256), ("1m", 1024))
+        for name, path in (("messages", MESSAGES), ("responses", RESPONSES))
     ),
     Workload(
         *("held", "8,900 streams x 1 s", "memory", 8900, 1024, 60, 1000, 20),
@@ -168,6 +182,7 @@ def run_load(
     body.write_bytes(workload.body())
     numbers = (workload.connections, workload.events, workload.warm_s, seconds)
     command = ["taskset", "-c", core, str(BENCH / "load"), str(port), str(body), *map(str, numbers)]
+    command.append(workload.agent or CHAT)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             with contextlib.suppress(EOFError):

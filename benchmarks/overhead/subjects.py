@@ -5,7 +5,7 @@ Everyone has one endpoint, one worker or thread, no limit of its own that the lo
 not reach. Apart from that everyone runs with its defaults, but for two things that favour the others: they are asked
 for no access log and for warnings only, while lbproxy writes its access log to a file, with metrics, admin listener,
 retries and timeouts on; and the routers run round_robin, which is cheaper than policies that look at prompts, while
-lbproxy runs adaptive, its default, which looks at them.
+lbproxy runs adaptive, its default, which looks at them (before the prompts of agents they run their defaults, too).
 
 In commands and files, $port is where to listen, $spare a second free port (metrics), $server the model server's port,
 $folder a folder of the proxy's own, in which its files lie.
@@ -22,10 +22,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from string import Template
 
-from benchmarks.overhead.load import BENCH
+from benchmarks.overhead.load import BENCH, DEFAULTS, WORKLOADS
 from benchmarks.overhead.process import PROXY_CORE, Proxy, free_port
 
 VENV = BENCH / "venv"
+AGENTS = tuple(one.key for one in WORKLOADS if one.agent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,11 +174,13 @@ LEAST = f"{LBPROXY}routing: {{policy: least-request}}\n"
 
 _WORKER = (
     *("--host", "127.0.0.1", "--port", "$port", "--worker-urls", "http://127.0.0.1:$server"),
-    *("--prometheus-host", "127.0.0.1", "--prometheus-port", "$spare", "--policy", "round_robin"),
+    *("--prometheus-host", "127.0.0.1", "--prometheus-port", "$spare"),
 )
-"""The options that the Rust routers have inherited from one another. The policy looks at no prompt."""
+"""The options that the Rust routers have inherited from one another."""
+_BLIND = ("--policy", "round_robin")
+"""A policy that looks at no prompt."""
 
-PEERS = (
+ROUND_ROBIN = (
     Subject("nginx", ("nginx", "-c", "$folder/cfg"), "keep-alive, unbuffered; looks at no body", {"cfg": NGINX}),
     Subject("haproxy", ("haproxy", "-db", "-f", "$folder/cfg"), "keep-alive; looks at no body", {"cfg": HAPROXY}),
     Subject(
@@ -189,16 +192,19 @@ PEERS = (
     ),
     Subject(
         "sglang-router",
-        ("sglang-router", "launch", *_WORKER, "--log-level", "warn"),
+        ("sglang-router", "launch", *_WORKER, *_BLIND, "--log-level", "warn"),
         "policy round_robin; parses bodies",
         package="sglang-router",
     ),
     Subject(
-        "smg", ("smg", "launch", *_WORKER, "--log-level", "warn"), "policy round_robin; parses bodies", package="smg"
+        "smg",
+        ("smg", "launch", *_WORKER, *_BLIND, "--log-level", "warn"),
+        "policy round_robin; parses bodies",
+        package="smg",
     ),
     Subject(
         "vllm-router",
-        ("vllm-router", *_WORKER, "--log-level", "warning"),
+        ("vllm-router", *_WORKER, *_BLIND, "--log-level", "warning"),
         "policy round_robin; parses bodies",
         package="vllm-router",
     ),
@@ -213,6 +219,16 @@ PEERS = (
         sections=("1k",),
     ),
 )
+
+
+def _at_defaults(peer: Subject) -> Subject:
+    """A router with its own default policy, for the workloads that name it so."""
+    command = tuple(word for word in peer.command if word not in _BLIND)
+    note = "its defaults: policy cache_aware; parses bodies"
+    return replace(peer, name=f"{peer.name}{DEFAULTS}", command=command, note=note, sections=AGENTS)
+
+
+PEERS = (*ROUND_ROBIN, *(_at_defaults(one) for one in ROUND_ROBIN if set(_BLIND) < set(one.command)))
 
 
 def lbproxy(name: str, where: Path | None) -> Subject:

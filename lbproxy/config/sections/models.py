@@ -37,6 +37,9 @@ class ModelSettings(ShortSection):
     fallback_after: Annotated[float, duration("0s", "1h")] | None = None
     """Also if a request would wait longer than this, or did. null = it waits."""
 
+    continues: bool | None = Field(default=None, alias="continue")
+    """Streams of text go on at another endpoint if their own dies: docs/failures.md, A stream that goes on."""
+
     @model_validator(mode="before")
     @classmethod
     def _from_text(cls, value: object) -> object:

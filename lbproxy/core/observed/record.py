@@ -126,7 +126,8 @@ class RequestRecord:
             _note_wake(self, ticket)
         if leg != DECODE or first is not None:
             self.attempts += 1
-            self.placed_at = ticket.placed_at
+            if self.first_byte_at is None:  # else its stream goes on elsewhere
+                self.placed_at = ticket.placed_at
             if leg != WHOLE or self.prefill is not None:
                 self.prefill = None if leg == WHOLE else (first or ticket).placed_state.endpoint.name
                 self.prefill_s = self.prefill_usage = None
@@ -155,6 +156,19 @@ class RequestRecord:
             self.first_legs += ((name, "failed"),)
         if self.trace is not None:
             self.trace.failed(label, now, leg)
+
+    def note_prefilled(self, usage: Usage | None, now: float) -> None:
+        """Note the end of a first leg, and what it used."""
+        self.prefill_usage, self.prefill_s = usage, now - (self.placed_at or 0.0)
+        self.first_legs += ((self.prefill or "", "completed"),)
+        if self.trace is not None:
+            self.trace.prefilled(now)
+
+    def note_first_refused(self, status: int, now: float) -> None:
+        """Note a first leg that returned an error."""
+        self.first_legs += ((self.prefill or "", "refused"),)
+        if self.trace is not None:
+            self.trace.failed(f"upstream_{status}", now, PREFILL)
 
     def note_decision(self, decision: Decision) -> None:
         """Note the decision about one more attempt."""

@@ -84,6 +84,18 @@ class Receiver(Protocol):
         """There will be no response, or its body will never be complete. Nothing follows."""
 
 
+class HeadReceiver:
+    """A Receiver that leaves the body of its response to another."""
+
+    def body(self, data: bytes) -> None:
+        """Never called."""
+        raise AssertionError("a body before its head")
+
+    def ended(self) -> None:
+        """Never called."""
+        raise AssertionError("an end before its head")
+
+
 class Connection:
     """One connection to an endpoint, with the methods of an asyncio.Protocol. Made by `ConnectionPool` only."""
 

@@ -29,7 +29,9 @@ from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.request import DECODE, PREFILL, InferenceRequest, Usage, estimated
 from lbproxy.core.requests.retry import FailureKind, UpstreamError, Verdict, may_fall_back, started, status_failure
 from lbproxy.net.connections.h1 import ResponseHead
-from lbproxy.net.connections.pool import Connection
+from lbproxy.net.connections.pool import Connection, HeadReceiver
+from lbproxy.proxy.exchange import steps
+from lbproxy.proxy.exchange.continuation import JoinedRelay, goes_on, relay_for
 from lbproxy.proxy.exchange.exchanger import LARGE_BODY_BYTES, Exchanger, origin_of
 from lbproxy.proxy.exchange.failures import (
     NO_FAILURES,
@@ -54,18 +56,7 @@ from lbproxy.proxy.exchange.relay import (
     note_stored,
 )
 from lbproxy.proxy.exchange.split import FirstLeg, SplitRequest, decode_endpoint, first_leg
-from lbproxy.proxy.exchange.steps import (
-    BACKING_OFF,
-    DIALLING,
-    FINISHED,
-    LOOKING,
-    PLACING,
-    PREFILLING,
-    READING,
-    RELAYING,
-    SENT,
-    Step,
-)
+from lbproxy.proxy.exchange.steps import Step
 from lbproxy.proxy.exchange.used import expected_prompt_tokens
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.headers import client_head
@@ -76,7 +67,7 @@ Arguments = TypeVarTuple("Arguments")
 Work: TypeAlias = asyncio.Task[None] | Connection | Relay | asyncio.TimerHandle | None
 
 
-class Exchange(ABC):
+class Exchange(HeadReceiver, ABC):
     """One request; a net.connections.pool.Receiver until it accepts a response. Subclasses refuse and end it.
 
     Defaults live in the class until they are overwritten: one object is made for every request.
@@ -86,7 +77,7 @@ class Exchange(ABC):
     """The client's request. Set by `start`."""
     placed: InferenceRequest
     """The request as the balancer sees it. Set by `start`."""
-    step = READING
+    step = steps.READING
     _work: Work
     """What is in progress in this step: a dial, the connection that carries the request, a relay, a timer."""
     _ticket: Ticket | None = None
@@ -140,7 +131,7 @@ class Exchange(ABC):
 
     def _place(self) -> None:
         """Begin an attempt: request a place."""
-        self._enter(PLACING)
+        self._enter(steps.PLACING)
         settled = lambda ticket: self.guarded(self._settled, ticket)  # noqa: E731
         runtime, record, failed, again = self._shared.runtime, self.record, self._failed, self._ticket is not None
         placed, split = self.placed, self._split
@@ -176,7 +167,7 @@ class Exchange(ABC):
             if ticket.outcome is Outcome.MODEL_NOT_FOUND and not self._failed.has_looked:
                 self._failed = self._failed._replace(has_looked=True)
                 if self._shared.runtime.look_for_models(lambda: self.guarded(self._place_after_look)):
-                    self._enter(LOOKING)
+                    self._enter(steps.LOOKING)
                     return
             error = refusal_after(self._failed, ticket, self._shared.runtime, self.record)
             self._unserved(error, replaceable=is_reason(ticket))
@@ -203,7 +194,7 @@ class Exchange(ABC):
             self._dial(ticket)
 
     def _place_after_look(self) -> None:
-        if self.step is LOOKING:
+        if self.step is steps.LOOKING:
             self._place()
 
     def _dial(self, ticket: Ticket) -> None:
@@ -211,7 +202,7 @@ class Exchange(ABC):
         dial = shared.connections.dial(
             origin_of(ticket), shared.limits.connect_s, lambda result: self.guarded(self._dialled, result)
         )
-        self._enter(DIALLING, dial)
+        self._enter(steps.DIALLING, dial)
 
     def _dialled(self, result: Connection | UpstreamError) -> None:
         assert self._ticket is not None
@@ -221,9 +212,11 @@ class Exchange(ABC):
             self._send(self._ticket, result)
 
     def _send(self, ticket: Ticket, connection: Connection) -> None:
-        self._enter(SENT, connection)
+        self._enter(steps.SENT, connection)
         assert ticket.placed_on is not None
         request, state, record, limits = self.request, ticket.placed_on, self.record, self._shared.limits
+        if self._moved and not goes_on(state):
+            raise LbError(Outcome.UPSTREAM_RESET)
         if self._split is not None:
             request, limits = self._split.send_second()
         request = as_named_by(state.endpoint, request)
@@ -242,7 +235,7 @@ class Exchange(ABC):
         first = first_leg(ticket)
         if first is None:
             return False
-        self._enter(PREFILLING)
+        self._enter(steps.PREFILLING)
         forwarded = self.client.peer.lines(self.request.fields, http10=self.request.http10)
         record = self.record
         leg = FirstLeg(self.request, self.placed, record.attempt_id, forwarded, record.trace)
@@ -302,14 +295,10 @@ class Exchange(ABC):
     def _prefilled(self, usage: Usage | None) -> None:
         ticket, runtime, record = self._ticket, self._shared.runtime, self.record
         assert ticket is not None
-        now = runtime.now()
         if usage is not None:
             usage = usage.resolved(expected_prompt_tokens(ticket.prefill or ticket))
-        record.prefill_usage, record.prefill_s = usage, now - (record.placed_at or 0.0)
-        record.first_legs += ((record.prefill or "", "completed"),)
-        if record.trace is not None:
-            record.trace.prefilled(now)
-        if self.step is not PREFILLING:
+        record.note_prefilled(usage, runtime.now())
+        if self.step is not steps.PREFILLING:
             return  # both legs run
         runtime.first_byte(ticket)
         runtime.close(ticket, Outcome.COMPLETED, usage)
@@ -317,7 +306,9 @@ class Exchange(ABC):
 
     def first_failed(self, error: UpstreamError) -> None:
         """See split.SplitOwner. Once decode has begun to respond, it has what it needs."""
-        if self.step in {PREFILLING, DIALLING, SENT} or (self.step is RELAYING and self._relaying.revocable):
+        if self.step in {steps.PREFILLING, steps.DIALLING, steps.SENT} or (
+            self.step is steps.RELAYING and self._relaying.revocable
+        ):
             self.guarded(self._first_failed, error)
 
     def _first_failed(self, error: UpstreamError) -> None:
@@ -327,14 +318,11 @@ class Exchange(ABC):
         self._attempt_failed(ticket.prefill or ticket, error)
 
     def first_refused(self, head: ResponseHead, body: bytes) -> None:
-        record = self.record
-        if self.step in {PREFILLING, DIALLING, SENT}:
-            record.first_legs += ((record.prefill or "", "refused"),)
-            if record.trace is not None:
-                record.trace.failed(f"upstream_{head.status}", self._shared.runtime.now(), PREFILL)
-        if self.step is PREFILLING:
+        if self.step in {steps.PREFILLING, steps.DIALLING, steps.SENT}:
+            self.record.note_first_refused(head.status, self._shared.runtime.now())
+        if self.step is steps.PREFILLING:
             self.guarded(self._place_whole)
-        elif self.step in {DIALLING, SENT}:
+        elif self.step in {steps.DIALLING, steps.SENT}:
             if self._split is not None:
                 self._shared.conceal(head, self._split.endpoint)
                 head.reason = b""
@@ -359,7 +347,7 @@ class Exchange(ABC):
         if head.status >= 400 and self._retry_elsewhere(head.status, body, head):
             return
         if self.head_sent_by is not None:
-            if not can_continue(head):
+            if self._moved or not can_continue(head):
                 self._cannot_continue(head, body)
                 return
             reusable, response = self.head_sent_by.client_reusable, chunk(body) + LAST_CHUNK if body else LAST_CHUNK
@@ -385,11 +373,8 @@ class Exchange(ABC):
 
     def hints(self, head: ResponseHead) -> None:
         """Pass it on, if the client accepts such heads and has none yet. See net.connections.pool.Receiver."""
-        transport = self.client.transport
-        if transport is not None and not transport.is_closing() and not (self.head_sent_by or self.request.http10):
-            assert self._ticket is not None
-            self._shared.conceal(head, self._ticket.placed_state.endpoint)
-            transport.write(b"HTTP/1.1 103 Early Hints\r\n%b\r\n" % head.end_to_end)
+        if self._ticket is not None and not (self.head_sent_by or self.request.http10):
+            self._shared.hint(head, self._ticket, self.client.transport)
 
     def head(self, head: ResponseHead) -> None:
         """A response begins: accept it, unless another endpoint may do better."""
@@ -408,8 +393,8 @@ class Exchange(ABC):
             Instead(head, connection, lambda head, body: self.guarded(self._cannot_continue, head, body))
             return
         self._shared.conceal(head, ticket.placed_state.endpoint)
-        relay = Relay(head, connection, ticket, self.record, self._shared.runtime, self)
-        self._enter(RELAYING, relay)
+        relay = relay_for(self, head, connection, ticket, self._shared.runtime)
+        self._enter(steps.RELAYING, relay)
         relay.begin(self, self._own_fields(), head_sent_by=self.head_sent_by)
 
     def _take_read(self, head: ResponseHead, body: bytes) -> None:
@@ -420,20 +405,18 @@ class Exchange(ABC):
             self._take_complete(head, body)
 
     def _cannot_continue(self, head: ResponseHead, body: bytes) -> None:
-        """The client has the head of a stream, and this is another kind of response: it is told as an event."""
+        """The client has the head of a stream, and this is another kind of response: it is told as an event. What a
+        server says to a request that goes on there is not for the client.
+        """
         ticket, record = self._ticket, self.record
         assert ticket is not None
         self._shared.runtime.close(ticket, Outcome.COMPLETED)
+        if self._moved:
+            record.error = f"returned {head.status} instead of going on"
+            self.refuse(LbError(Outcome.UPSTREAM_RESET))
+            return
         end_with_response(self.client, record, head.status, body)
         self.finish(False)
-
-    def body(self, data: bytes) -> None:
-        """Never called: the relay takes the body."""
-        raise AssertionError("a body before its head")
-
-    def ended(self) -> None:
-        """Never called: the relay takes the end."""
-        raise AssertionError("an end before its head")
 
     def broke(self, error: UpstreamError) -> None:
         """The attempt failed before a response was committed; its head may have arrived, or gone to the client."""
@@ -445,7 +428,7 @@ class Exchange(ABC):
         if error.kind is FailureKind.STALE:
             self._dial(ticket)  # not the endpoint's fault: repeat on a new connection, without a retry
             return
-        if self.step is RELAYING and error.kind is FailureKind.RESET and self._place_whole_instead(error.kind):
+        if self.step is steps.RELAYING and error.kind is FailureKind.RESET and self._place_whole_instead(error.kind):
             return
         self._attempt_failed(ticket, error)
 
@@ -472,7 +455,7 @@ class Exchange(ABC):
         self._failed = NO_FAILURES
         if self._split is not None:
             self._split.forget_bodies()
-        if len(self.request.body) > LARGE_BODY_BYTES:
+        if len(self.request.body) > LARGE_BODY_BYTES and not self.request.continues:
             self.request = self.request._replace(body=b"")
             self._body_released()
 
@@ -493,11 +476,26 @@ class Exchange(ABC):
 
     def _used_so_far(self, outcome: Outcome) -> Usage | None:
         """What the response has used that ends now with this outcome; None: nothing that counts."""
-        relay, ticket, is_left = self._work, self._ticket, outcome is Outcome.CLIENT_CLOSED
-        if ticket is None or not isinstance(relay, Relay):
-            generates = self.step in {SENT, PREFILLING} and self.request.route.flatten is not None
+        relay, ticket, is_left = self.relay, self._ticket, outcome is Outcome.CLIENT_CLOSED
+        if ticket is None or relay is None:
+            generates = self.step in {steps.SENT, steps.PREFILLING} and self.request.route.flatten is not None
             return estimated(None, 0) if is_left and generates else None
         return self._shared.used.so_far(self.record, ticket, self.request.route, relay, is_left=is_left)
+
+    # A stream that goes on elsewhere: continuation.StreamOwner
+
+    def go_on(self, request: ClientRequest, placed: InferenceRequest, error: UpstreamError) -> None:
+        ticket = self._ticket
+        assert ticket is not None
+        self.record.error = error.detail
+        self._note_failure(ticket, error.kind, Outcome.UPSTREAM_BROKE.label)
+        self._shared.runtime.close(ticket, Outcome.UPSTREAM_BROKE)
+        self.request, self.placed, self.head_sent_by = request, placed, self.relay
+        self._place()
+
+    @property
+    def _moved(self) -> bool:
+        return isinstance(self.head_sent_by, JoinedRelay)
 
     # Another attempt
 
@@ -507,9 +505,9 @@ class Exchange(ABC):
 
     def _move_if_stranded(self) -> None:
         ticket = self._ticket
-        if self.step is FINISHED or ticket is None or ticket.state is not TicketState.PLACED:
+        if self.step is steps.FINISHED or ticket is None or ticket.state is not TicketState.PLACED:
             return
-        if self.step is RELAYING and not self._relaying.revocable:
+        if self.step is steps.RELAYING and not self._relaying.revocable:
             return
         if not self._shared.runtime.is_stranded(ticket):
             return
@@ -556,7 +554,7 @@ class Exchange(ABC):
             self._unserved(LbError(ended))
         elif verdict.delay_s:
             timer = self._shared.runtime.loop.call_later(verdict.delay_s, self.guarded, self._place)
-            self._enter(BACKING_OFF, timer)
+            self._enter(steps.BACKING_OFF, timer)
         else:
             self._place()
 
@@ -600,12 +598,12 @@ class Exchange(ABC):
 
     def pause(self) -> None:
         """The client's buffer is full."""
-        if self.step is RELAYING:
+        if self.step is steps.RELAYING:
             self._relaying.pause()
 
     def resume(self) -> None:
         """The client's buffer has room."""
-        if self.step is RELAYING:
+        if self.step is steps.RELAYING:
             self._relaying.resume()
 
     # The end
@@ -620,8 +618,8 @@ class Exchange(ABC):
 
     def finish(self, reusable: bool) -> None:
         """End the exchange. Only the first call counts."""
-        if self.step is not FINISHED:
-            self._enter(FINISHED)
+        if self.step is not steps.FINISHED:
+            self._enter(steps.FINISHED)
             self.head_sent_by = None  # a reference back to this exchange
             if self._keepalive is not None:
                 self._keepalive.stop()
@@ -634,7 +632,7 @@ class Exchange(ABC):
     def defect(self) -> None:
         """End because of a defect of lbproxy; call it while the exception is handled."""
         logger.exception("request %s failed", self.record.id)
-        if self.step is FINISHED:
+        if self.step is steps.FINISHED:
             return
         self._abandon(Outcome.INTERNAL_ERROR)
         self.keep_alive = False
@@ -646,16 +644,16 @@ class Exchange(ABC):
 
     def client_disconnected(self) -> None:
         """The client's connection is lost: release everything at once."""
-        if self.step is not FINISHED:
+        if self.step is not steps.FINISHED:
             self.record.outcome = Outcome.CLIENT_CLOSED
             self._abandon(Outcome.CLIENT_CLOSED)
             self.finish(False)
 
     def cut(self, why: Outcome) -> None:
         """End early: lbproxy stops (DRAINING) or has no memory (OVERLOADED). The client is told, as far as possible."""
-        if self.step is RELAYING:
+        if self.step is steps.RELAYING:
             self._relaying.cut(why)
-        elif self.step is not FINISHED:
+        elif self.step is not steps.FINISHED:
             self.give_up(LbError(why))
 
     def give_up(self, error: LbError) -> None:

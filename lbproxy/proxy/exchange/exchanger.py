@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Mapping
 from typing import Final
@@ -71,6 +72,12 @@ class Exchanger:
             head.end_to_end = as_ours(head.end_to_end, endpoint.base_url)
         if head.reason and endpoint.engine == LBPROXY:
             head.end_to_end += head.reason
+
+    def hint(self, head: ResponseHead, ticket: Ticket, transport: asyncio.Transport | None) -> None:
+        """Pass on what an endpoint says before its response."""
+        if transport is not None and not transport.is_closing():
+            self.conceal(head, ticket.placed_state.endpoint)
+            transport.write(b"HTTP/1.1 103 Early Hints\r\n%b\r\n" % head.end_to_end)
 
     def own_fields(self, record: RequestRecord, cors: str, ticket: Ticket | None, *, explain: bool) -> str:
         """lbproxy's own field lines in a response, each with its CRLF.

@@ -170,9 +170,10 @@ class Relay(PayloadWatcher):
         assert client.transport is not None, "a lost client ends its exchange"
         assert connection is not None
         self._transport = client.transport
+        keeps_framing = self._keeps_framing
         needs_chunks = head_sent_by is not None or (turn.request.keepalive_s > 0.0 and can_continue(head))
-        self._chunked = (head.chunked or needs_chunks) and not http10
-        self._verbatim = head.chunked == self._chunked
+        self._chunked = (head.chunked or needs_chunks or not keeps_framing) and not http10
+        self._verbatim = head.chunked == self._chunked and keeps_framing
         """The client gets the endpoint's bytes unchanged; else the payload, in chunks of ours or without any."""
         ends_by_close = not head.chunked and head.length is None
         self.client_reusable = turn.keep_alive and not http10 and (self._chunked or not ends_by_close)
@@ -293,7 +294,7 @@ class Relay(PayloadWatcher):
         after = f" after {self._events} events" if self._scanner is not None and self._events else ""
         self._record.error = f"{error.detail}{after}"
         self.timed_out = error.kind is FailureKind.TIMEOUT
-        self._break(Outcome.UPSTREAM_BROKE, _broken(self.timed_out, self._events), connection)
+        self._break(Outcome.UPSTREAM_BROKE, self._told(), connection)
 
     def cut(self, why: Outcome) -> None:
         """End early: see Exchange.cut."""
@@ -401,7 +402,8 @@ class Relay(PayloadWatcher):
             self._content_began = True
             if self._connection is not None:
                 self._connection.began()
-            self._record.first_byte_at = self._runtime.now()
+            if self._record.first_byte_at is None:
+                self._record.first_byte_at = self._runtime.now()
         self._write(data)
         if self._content_began and self._head.status < 300:  # the time of an error shows nothing of the speed
             self._runtime.first_byte(self._ticket)  # last: else its message, in a worker, goes before the bytes
@@ -469,6 +471,15 @@ class Relay(PayloadWatcher):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._transport.abort()  # the protocol is told in a later turn of the loop
         self._finish(outcome)
+
+    @property
+    def _keeps_framing(self) -> bool:
+        """The client may get the endpoint's chunks."""
+        return True
+
+    def _told(self) -> LbError:
+        """What the client is told of a response that broke."""
+        return broken(self.timed_out, self._events)
 
     @property
     def _events(self) -> int:
@@ -550,18 +561,18 @@ def can_continue(head: ResponseHead) -> bool:
     return head.status == 200 and b"text/event-stream" in head.content_type and not head.encoded
 
 
-def end_after_head(client: Client, record: RequestRecord, error: LbError, *, is_ours: bool) -> None:
-    """Send an error event to a client that has the head of a stream and none of a body; its connection closes.
-    `is_ours`: that head; otherwise an endpoint's, whose response the client sees break.
+def end_after_head(client: Client, record: RequestRecord, error: LbError, *, is_ours: bool, events: int = 0) -> None:
+    """Send an error event to a client that has the head of a stream, and of its body only `events`; its connection
+    closes. `is_ours`: that head; otherwise an endpoint's, whose response the client sees break.
     """
     if error.outcome in CUTS:
         record.outcome, text = CUTS[error.outcome]
-        client_error = LbError(record.outcome, f"{text} after 0 events")
+        client_error = LbError(record.outcome, f"{text} after {record.events} events")
     else:
         # A retry that lbproxy refuses (queue full, waited too long) says so; its client may try again later.
         ours = is_ours or error.outcome is Outcome.INTERNAL_ERROR or error.outcome.value.status == 429
         record.outcome = error.outcome if ours else Outcome.UPSTREAM_BROKE
-        client_error = error if ours else _broken(error.outcome is Outcome.UPSTREAM_TIMEOUT, 0)
+        client_error = error if ours else broken(error.outcome is Outcome.UPSTREAM_TIMEOUT, record.events)
     _end_with(client, record, error_event(client_error, record.path))
 
 
@@ -588,7 +599,7 @@ def chunk(payload: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(payload), payload)
 
 
-def _broken(timed_out: bool, events: int) -> LbError:
+def broken(timed_out: bool, events: int) -> LbError:
     """The error that a client gets in the middle of a stream."""
     if timed_out:
         return LbError(Outcome.UPSTREAM_TIMEOUT, f"the model server sent nothing for too long, after {events} events")

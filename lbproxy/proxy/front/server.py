@@ -30,8 +30,8 @@ from lbproxy.net.listening.bind import bind, bound_port
 from lbproxy.net.listening.deadlines import Deadlines
 from lbproxy.net.listening.listener import Listener, connections_within
 from lbproxy.net.listening.sites import is_loopback
-from lbproxy.proxy.exchange.adapter_calls import AdapterCalls
 from lbproxy.proxy.exchange.exchanger import Exchanger
+from lbproxy.proxy.front.adapter_calls import AdapterCalls
 from lbproxy.proxy.front.bodies import most_held, read_body
 from lbproxy.proxy.front.connection import CLOSE, KEEP, ClientConnection
 from lbproxy.proxy.front.ollama_lists import OllamaLists
@@ -361,7 +361,8 @@ class FrontEnd(web.Server):
 
     async def _first_probes(self) -> None:
         """Wait until the health of an endpoint is known, as requests for inference do: clients list models first."""
-        while not self._runtime.any_up() and any(one.health is Health.STARTING for one in self._runtime.members()):
+        runtime = self._runtime
+        while not runtime.any_up() and any(one.health is Health.STARTING for one in runtime.members()):  # noqa: ASYNC110
             await asyncio.sleep(LISTS_S)
 
     async def _lists_read(self) -> None:

@@ -70,6 +70,8 @@ class ClientRequest(NamedTuple):
     """Seconds of silence after which its client is told that the stream lives; 0 = never."""
     fallbacks: tuple[str, ...] = ()
     """Models that may serve it in place of its own, in order."""
+    continues: bool = False
+    """Its stream goes on at another endpoint if its own dies."""
 
     def in_one_piece(self) -> ClientRequest:
         """The same, with its pieces joined."""
@@ -90,7 +92,7 @@ class ClientRequest(NamedTuple):
         traced. An endpoint above tier 1 is elsewhere: it gets what `let_out` lets out. `max_tier`: the highest
         tier that the request may go to, which an endpoint that is an lbproxy must know.
         """
-        method, target, _, fields, body, credentials, _, traced, _, _, pieces, _, _ = self
+        method, target, _, fields, body, credentials, _, traced, _, _, pieces, *_ = self
         length = len(body)
         if pieces:
             length = sum(map(len, pieces))

@@ -55,9 +55,14 @@ SLOS: Final = frozenset({b"x-llm-d-slo-ttft-ms", b"x-gateway-slo-ttft-ms", b"x-s
 """Other names of `x-lbproxy-slo-ttft-ms`, which overrules them."""
 SWITCHES: Final = frozenset({"websocket", "tcp"})
 """Values of Upgrade, in lower case, after which aiohttp reads no more HTTP."""
+CONTINUE: Final = b"x-lbproxy-continue"
+"""Whether its stream goes on at another endpoint if its own dies; else as the settings say."""
+FALLBACK: Final = b"x-lbproxy-fallback"
+"""Whether another model may serve the request; else as the settings say."""
 CHECKED: Final = {
     b"x-lbproxy-tier": (re.compile(rb"[1-9]"), "a number from 1 to 9"),
-    b"x-lbproxy-fallback": (re.compile(rb"[01]"), "0 or 1"),
+    CONTINUE: (re.compile(rb"[01]"), "0 or 1"),
+    FALLBACK: (re.compile(rb"[01]"), "0 or 1"),
     b"x-lbproxy-model": (re.compile(rb"[!-~](?:[ -~]{0,254}[!-~])?"), "a name of 1 to 256 printable ASCII characters"),
     b"x-lbproxy-keepalive": (
         re.compile(rb"0|[1-9][0-9]?|[1-5][0-9]{2}|600"),
@@ -165,10 +170,14 @@ class RequestFields:
     """x-lbproxy-keepalive: the client asks for a comment after each so many seconds of silence; 0 = for none."""
     explain: bool = False
     """x-lbproxy-explain: the client asks for an explanation of the routing decision."""
-    fallback: bool | None = None
-    """x-lbproxy-fallback: whether another model may serve the request; None: as the settings say."""
+    switches: tuple[tuple[bytes, bool], ...] = ()
+    """Hints that are on or off, as far as they are there: see `switch`."""
     model: str | None = None
     """x-lbproxy-model: the model, on a path of `inference_paths` where the server reads none."""
+
+    def switch(self, key: bytes) -> bool | None:
+        """Whether a hint is on, by its last field; None: it is not there."""
+        return dict(self.switches).get(key)
 
     def read_hint(self, key: bytes, value: bytes) -> None:
         """Read a field of `HINTS`; `key` in lower case. Raises LbError for one of `CHECKED` that cannot be meant."""
@@ -200,8 +209,8 @@ class RequestFields:
             raise LbError(Outcome.BAD_REQUEST, f"{key.decode()} is {what}.")
         if key == b"x-lbproxy-tier":
             self.max_tier = min(int(value), self.max_tier or int(value))
-        elif key == b"x-lbproxy-fallback":
-            self.fallback = value == b"1"
+        elif key in {CONTINUE, FALLBACK}:
+            self.switches += ((key, value == b"1"),)
         elif key == b"x-lbproxy-model":
             self.model = value.decode("ascii")
         else:

@@ -72,7 +72,22 @@ def read_plain(data: bytes, max_body_bytes: int) -> ClientRequest | None:
     if plain is None:
         return None
     target, route, fields = plain
-    read = ("POST", target, route, fields, body, fields.credentials, False, fields.trace, None, None, (), 0.0, ())
+    read = (
+        "POST",
+        target,
+        route,
+        fields,
+        body,
+        fields.credentials,
+        False,
+        fields.trace,
+        None,
+        None,
+        (),
+        0.0,
+        (),
+        False,
+    )
     return _new(ClientRequest, read)
 
 

@@ -40,7 +40,7 @@ from lbproxy.core.responses.objects import named_in_body, named_in_path
 from lbproxy.driver.request_runtime import RequestRuntime
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.handshake import query_model, query_models, with_query_model
-from lbproxy.proxy.request.headers import MAX_SESSION_BYTES, RequestFields
+from lbproxy.proxy.request.headers import CONTINUE, FALLBACK, MAX_SESSION_BYTES, RequestFields
 from lbproxy.proxy.request.legs import is_splittable, refuse_own_fields
 from lbproxy.proxy.request.own_responses import model_not_found
 from lbproxy.proxy.request.routes import (
@@ -99,6 +99,7 @@ class RequestReader:
             or any(one.stream_keepalive for one in settings.models.values())
         )
         """Some clients get it without asking."""
+        self._continues = any(one.continues for one in settings.models.values())
         self._runtime = runtime
         self._served: frozenset[str] = frozenset()
         self._served_until = float("-inf")
@@ -126,9 +127,18 @@ class RequestReader:
             request, placed = self._with_fallbacks(request, placed, record)
         if self._bounds_models and facts.model is None:
             request = request._replace(naming=Naming(()))  # it is placed by a model all the same, and names none
+        if self._continues or request.fields.switches:
+            request = request._replace(continues=self._continues_of(request, placed, record))
         if self._has_keepalive or request.fields.keepalive_s:
             request = request._replace(keepalive_s=self._keepalive_of(request, record))
         return request, placed
+
+    def _continues_of(self, request: ClientRequest, placed: InferenceRequest, record: RequestRecord) -> bool:
+        """Whether its stream goes on elsewhere if its endpoint dies."""
+        if not (request.route.continues and request.method == "POST" and placed.stream):
+            return False
+        said = request.fields.switch(CONTINUE)
+        return bool(self._model_rules.settings_of(record.alias, record.model).continues if said is None else said)
 
     def _keepalive_of(self, request: ClientRequest, record: RequestRecord) -> float:
         """Seconds of silence after which its client gets a comment; 0 = never. HTTP/1.0 has no chunks to add one, and
@@ -261,7 +271,7 @@ class RequestReader:
             return request, placed  # nothing names its model that could be replaced
         allowed = rules.models_of(flow, key) if self._bounds_models else ()
         others = tuple(one for one in said.fallback if one != placed.model and all(one in models for models in allowed))
-        if not others or not rules.may_fall_back(flow, request.fields.fallback, key):
+        if not others or not rules.may_fall_back(flow, request.fields.switch(FALLBACK), key):
             return request, placed
         after_s = inf if said.fallback_after is None else said.fallback_after
         return request._replace(fallbacks=others), placed._replace(fallback_after_s=after_s)

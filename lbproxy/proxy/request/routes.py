@@ -84,6 +84,8 @@ class Route(NamedTuple):
     """Its streams begin with events that stand for no token."""
     role_events: int = 0
     """With so many beside those: in a chat the first event may have nothing but the role."""
+    continues: bool = False
+    """Its streams of text can go on at another endpoint."""
     is_inference: bool = True
     """Its POST requests name a model, which is required, or inserted where only one is served; and they may be retried,
     as they change nothing. For other routes neither is known: files and batches, or the cancelling of a response."""
@@ -111,7 +113,7 @@ CUSTOM = Route("custom", Body.BY_TYPE, frozenset({"GET", "HEAD", "POST", "OPTION
 """A path of `inference_paths`."""
 ADAPTERS = Route("adapters", Body.JSON, frozenset({"POST"}), ours=True)
 """lbproxy makes these calls at every endpoint of a base model, if the settings allow it: see
-proxy/exchange/adapter_calls.py."""
+proxy/front/adapter_calls.py."""
 _OLLAMA = Route("ollama", Body.ANY, _GET, is_inference=False, engine=OLLAMA)
 """What one of Ollama's servers says of all."""
 _OLLAMA_EMBED = Route("ollama_embed", Body.JSON, _POST, is_native=True, engine=OLLAMA)
@@ -120,9 +122,11 @@ OLLAMA_LISTS = Route("models", Body.ANY, _GET, ours=True, engine=OLLAMA)
 _OLLAMA_CHANGES: Final = re.compile(r"/api/(?:pull|push|create|copy|delete|blobs/.*)")
 _LORA_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 _ROUTES = {
-    "/v1/completions": Route("completions", Body.JSON, _POST, flatten=completion_prompt, is_common=True),
+    "/v1/completions": Route(
+        "completions", Body.JSON, _POST, flatten=completion_prompt, is_common=True, continues=True
+    ),
     "/v1/chat/completions": Route(
-        "chat_completions", Body.JSON, _POST, flatten=chat_prompt, is_common=True, role_events=1
+        "chat_completions", Body.JSON, _POST, flatten=chat_prompt, is_common=True, role_events=1, continues=True
     ),
     "/v1/models": _MODELS,
     HEALTH_PATH: HEALTH,

@@ -11,11 +11,12 @@ Everything here is a function of its arguments: the same prompt and seed give th
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import shake_128
-from itertools import product
+from itertools import islice, product
 
 import xxhash
 
@@ -37,6 +38,8 @@ _SENTENCES = [
     )
 ]
 _SHORTEST_SENTENCE = min(map(len, _SENTENCES))
+_BEGINNING = re.compile(b"|".join(sorted({sentence[:8] for sentence in _SENTENCES})))
+_MOST_BEGINNINGS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +54,13 @@ class PlannedAnswer:
     stop_reason: str | None
     computed: bytes
     """All of the generated text, a stop string included: what lies in the KV cache."""
+    begun: int = 0
+    """Bytes of the first token that the client has."""
 
     def token(self, position: int) -> str:
         """The text of one token, possibly empty."""
-        return self.text[position * TOKEN_BYTES : (position + 1) * TOKEN_BYTES].decode("ascii")
+        begin = position * TOKEN_BYTES
+        return self.text[max(begin, self.begun) : begin + TOKEN_BYTES].decode("ascii")
 
 
 def token_count(size_bytes: int) -> int:
@@ -126,6 +132,28 @@ def answer(prompt: bytes, key: str, *, max_tokens: int, natural_end: bool, stop:
         generated = text[: token_count(at + len(word)) * TOKEN_BYTES]
         return PlannedAnswer(text[:at], token_count(len(generated)), "stop", word, generated)
     return PlannedAnswer(text, token_count(len(text)), "stop" if ended else "length", None, text)
+
+
+def begun(prompt: bytes, key: str) -> int:
+    """How many bytes at the end of a prompt are the beginning of the response to what is before them: somebody had it
+    from another server, and asks for the rest. Shorter ones than eight bytes are not recognised.
+    """
+    for found in islice(_BEGINNING.finditer(prompt), _MOST_BEGINNINGS):
+        size = len(prompt) - found.start()
+        if found.start():
+            whole = answer(prompt[: found.start()], key, max_tokens=token_count(size), natural_end=False, stop=())
+            if whole.text.startswith(prompt[found.start() :]):
+                return size
+    return 0
+
+
+def rest_of(said: PlannedAnswer, size: int) -> PlannedAnswer:
+    """A response without its first `size` bytes. The token in the middle of which it begins is generated again, as
+    tokens are where they end.
+    """
+    first = size // TOKEN_BYTES * TOKEN_BYTES
+    tokens = max(1, said.tokens - size // TOKEN_BYTES)
+    return replace(said, text=said.text[first:], computed=said.computed[first:], tokens=tokens, begun=size - first)
 
 
 def reflection(key: str) -> bytes:

@@ -23,10 +23,12 @@ from lbproxy.sim.mock.text import (
     TOKEN_BYTES,
     PlannedAnswer,
     answer,
+    begun,
     block_hashes,
     from_token_ids,
     pad,
     reflection,
+    rest_of,
     token_count,
 )
 
@@ -65,6 +67,8 @@ class GenerationCall:
     """The response is JSON that fits this schema."""
     reasons: bool = False
     """The response begins with reasoning."""
+    begun: bytes | None = b""
+    """The beginning of the response, which the client has; None: the prompt may end with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +94,7 @@ class PlannedChoice:
     @property
     def parts(self) -> tuple[SaidPart, ...]:
         """What the client is told, in order; not empty."""
-        return self.marked or (SaidPart("text", range(len(self.answer.text))),)
+        return self.marked or (SaidPart("text", range(self.answer.begun, len(self.answer.text))),)
 
     @property
     def call(self) -> SaidPart | None:
@@ -177,10 +181,26 @@ def plan(call: GenerationCall, *, max_model_len: int, seed: int, adapter: str | 
             raise refused(f"At most {MAX_CALL_TOKENS} tokens in one request, prompts times n included.", "n", call.n)
         for choice in range(call.n):
             key = f"{seed}:{call.seed}:{choice}{'' if adapter is None else f':{adapter}'}"
+            size = begun(prompt, key) if call.begun is None else len(call.begun)
+            if size:
+                choices.append(_go_on(call, prompt, size, key, limit, adapter))
+                continue
             said, parts = _say(call, prompt, key, limit)
             hashes = block_hashes(pad(prompt) + said.computed, adapter)
             choices.append(PlannedChoice(prompt_tokens, said, hashes, adapter, parts))
     return choices
+
+
+def _go_on(call: GenerationCall, prompt: bytes, size: int, key: str, limit: int, adapter: str | None) -> PlannedChoice:
+    """The rest of a response of which the client has `size` bytes, with which a completion's prompt ends."""
+    if call.begun is None:
+        prompt = prompt[:-size]
+    tokens = size // TOKEN_BYTES
+    asked = None if call.max_tokens is None else call.max_tokens + tokens
+    said, _ = _say(replace(call, max_tokens=asked), prompt, key, limit + tokens)
+    rest = rest_of(said, size)
+    hashes = block_hashes(pad(prompt) + said.computed, adapter)
+    return PlannedChoice(token_count(len(prompt)) + tokens, rest, hashes, adapter)
 
 
 def _say(call: GenerationCall, prompt: bytes, key: str, limit: int) -> tuple[PlannedAnswer, tuple[SaidPart, ...]]:

@@ -6,7 +6,7 @@ are kept.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import orjson
 
@@ -23,6 +23,7 @@ from lbproxy.sim.mock.apis.call import (
 )
 from lbproxy.sim.mock.apis.conversation import Turns, asked, called, render, thought
 from lbproxy.sim.mock.apis.fields import (
+    EngineError,
     Json,
     boolean,
     integer,
@@ -60,8 +61,25 @@ def parse_chat(fields: Json) -> tuple[GenerationCall, ResponseForm]:
     limit = integer(fields, "max_completion_tokens")
     if limit is None:
         limit = integer(fields, "max_tokens")
-    prompt, forced = chat_prompt(fields)
-    return _call(fields, chat=True, prompts=(prompt,), max_tokens=limit, forced=forced)
+    begun = _begun(fields)
+    prompt, forced = chat_prompt(fields if begun is None else fields | {"messages": objects(fields, "messages")[:-1]})
+    call, form = _call(fields, chat=True, prompts=(prompt,), max_tokens=limit, forced=forced)
+    return replace(call, begun=begun or b""), form
+
+
+def _begun(fields: Json) -> bytes | None:
+    """The beginning of the response, if the last message is to be continued."""
+    if not boolean(fields, "continue_final_message"):
+        return None
+    if fields.get("add_generation_prompt") is not False:
+        raise EngineError(
+            400, "Cannot set both `continue_final_message` and `add_generation_prompt` to True.", "BadRequestError"
+        )
+    last = (objects(fields, "messages") or [{}])[-1]
+    content = last.get("content")
+    if last.get("role") != "assistant" or not isinstance(content, str):
+        return None
+    return content.encode()
 
 
 def parse_completion(fields: Json) -> tuple[GenerationCall, ResponseForm]:
@@ -69,7 +87,8 @@ def parse_completion(fields: Json) -> tuple[GenerationCall, ResponseForm]:
     limit = integer(fields, "max_tokens")
     if limit is None:
         limit = DEFAULT_COMPLETION_TOKENS
-    return _call(fields, chat=False, prompts=prompts_in(fields, "prompt"), max_tokens=limit, forced=None)
+    call, form = _call(fields, chat=False, prompts=prompts_in(fields, "prompt"), max_tokens=limit, forced=None)
+    return replace(call, begun=None), form
 
 
 def chat_prompt(fields: Json) -> tuple[bytes, Forced | None]:
@@ -189,7 +208,7 @@ def response_body(
 
 
 def _whole_choice(identity: Identity, form: ResponseForm, index: int, choice: PlannedChoice) -> Json:
-    said: Json = {"text": choice.answer.text.decode("ascii")}
+    said: Json = {"text": choice.answer.text[choice.answer.begun :].decode("ascii")}
     if form.chat:
         parts = {part.kind: choice.whole(part) for part in choice.parts}
         text = parts.get("text", "" if form.named_tool else None)

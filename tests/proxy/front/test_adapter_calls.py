@@ -8,7 +8,7 @@ import json
 import pytest
 
 from lbproxy.core.endpoints.endpoint import EndpointUid
-from lbproxy.proxy.exchange.adapter_calls import MAX_CALLS
+from lbproxy.proxy.front.adapter_calls import MAX_CALLS
 from tests.support.aio import run, until
 from tests.support.endpoint import OK, Script, ScriptedEndpoint, answer, hang, reset
 from tests.support.pool import MODEL, card
