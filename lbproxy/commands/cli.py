@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
@@ -244,6 +245,12 @@ def _add_admin_commands(commands: Subparsers) -> None:
     drain.add_argument("--wait", action="store_true", help="wait until its last request has ended")
     drain.add_argument(
         "--timeout", type=_seconds, metavar="DURATION", help="wait no longer than this; then exit with 1"
+    )
+    drain.add_argument(
+        "--move-after",
+        type=_seconds,
+        metavar="DURATION",
+        help="after so long its streams go on at other endpoints, if they can (see `continue` in docs/failures.md)",
     )
     drain.add_argument("--force", action="store_true", help="even if no other endpoint takes requests for its models")
     undrain = commands.add_parser("undrain", parents=[remote], help="send requests to an endpoint again")
@@ -526,8 +533,14 @@ def _remote(args: argparse.Namespace) -> int:
             case "top":
                 return top(client, console)
             case "drain":
-                wait, timeout_s, force = args.wait, args.timeout, args.force
-                return operate.drain(client, console, args.name, wait=wait, timeout_s=timeout_s, force=force)
+                return operate.drain(
+                    client,
+                    console,
+                    args.name,
+                    wait_s=(inf if args.timeout is None else args.timeout) if args.wait else None,
+                    force=args.force,
+                    move_after_s=args.move_after,
+                )
             case "undrain":
                 return operate.undrain(client, console, args.name)
             case "sleep" | "wake":

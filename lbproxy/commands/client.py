@@ -65,8 +65,8 @@ class AdminClient:
         """What is at /admin/ and these segments."""
         return self._ask("GET", path, query=query)
 
-    def post(self, *path: str, within_s: float = TIMEOUT_S, body: Fields | None = None) -> Fields:
-        return self._ask("POST", path, within_s, body)
+    def post(self, *path: str, within_s: float = TIMEOUT_S, body: Fields | None = None, **query: int) -> Fields:
+        return self._ask("POST", path, within_s, body, query)
 
     def delete(self, *path: str, within_s: float = TIMEOUT_S) -> Fields:
         return self._ask("DELETE", path, within_s)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from math import ceil
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -79,9 +80,18 @@ def explain(client: AdminClient, console: Console, request_id: str | None, *, as
     return 0
 
 
-def drain(client: AdminClient, console: Console, name: str, *, wait: bool, timeout_s: float | None, force: bool) -> int:
-    """Give an endpoint no new requests. With `wait` until it has none; 1 if the time is up before that, and, unless
-    `force`, if nothing else takes requests for one of its models: it is not drained then.
+def drain(
+    client: AdminClient,
+    console: Console,
+    name: str,
+    *,
+    wait_s: float | None,
+    force: bool,
+    move_after_s: float | None = None,
+) -> int:
+    """Give an endpoint no new requests, and wait for so long until it has none; after `move_after_s` its streams go on
+    elsewhere, if they can. 1 if the time is up before that, and, unless `force`, if nothing else takes requests for one
+    of its models: it is not drained then.
     """
     shown = plain(name)
     if models := only_there(client.get("endpoints")["endpoints"], name):
@@ -92,7 +102,8 @@ def drain(client: AdminClient, console: Console, name: str, *, wait: bool, timeo
             return 1
         text = f"no endpoint takes requests for {named} now: they get 503 until one does"
         console.print(text, style="yellow", markup=False)
-    progress = client.post("endpoints", name, "drain")
+    path = "endpoints", name, "drain"
+    progress = client.post(*path) if move_after_s is None else client.post(*path, move_after=ceil(move_after_s))
     began_at, said = time.monotonic(), None
     while True:
         left = progress["in_flight"]
@@ -102,10 +113,10 @@ def drain(client: AdminClient, console: Console, name: str, *, wait: bool, timeo
             so_far = "drained" if drained else f"draining: {_running(left) + ' left' if left else unheard}"
             console.print(f"{shown} is {so_far}", markup=False)
             said = left, drained
-        if drained or not wait:
+        if drained or wait_s is None:
             return 0
-        if timeout_s is not None and time.monotonic() - began_at >= timeout_s:
-            text = f"{shown} still has {_running(left)} after {timeout_s:g} s; it stays drained, and gets no new ones"
+        if time.monotonic() - began_at >= wait_s:
+            text = f"{shown} still has {_running(left)} after {wait_s:g} s; it stays drained, and gets no new ones"
             console.print(text, style="red", markup=False)
             return 1
         time.sleep(POLL_S)

@@ -33,7 +33,7 @@ from lbproxy.config.sections.routing import AdmissionSettings
 from lbproxy.core.caches.cache_report import CacheReport
 from lbproxy.core.endpoints.backpressure import Backpressure
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec, EndpointUid
-from lbproxy.core.endpoints.endpoint_set import EndpointChanges, EndpointSet
+from lbproxy.core.endpoints.endpoint_set import EndpointChanges, EndpointSet, is_emptied
 from lbproxy.core.endpoints.health import Health, Transition
 from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.engines.handover import Handover
@@ -307,7 +307,11 @@ class Balancer:
         return stranding
 
     def is_stranded(self, ticket: Ticket, *, now: float) -> bool:
-        """Whether a placed request waits for a first byte from an endpoint that shows no sign of life."""
+        """Whether a placed request waits for a first byte from an endpoint that shows no sign of life, or is to go on
+        elsewhere as its endpoint drains.
+        """
+        if is_emptied(ticket.placed_state, now):
+            return True
         watch = self._judge.progress
         return ticket.first_byte_at is None and watch.is_dead(ticket.placed_state, now, stream=ticket.request.stream)
 
@@ -357,10 +361,12 @@ class Balancer:
         self._dispatcher.wake_all()
         self._endpoints.report_role(uid, handover)
 
-    def drain(self, uid: EndpointUid, *, draining: bool = True) -> None:
-        """Drain an endpoint: it gets no new requests. `draining=False` ends that."""
+    def drain(self, uid: EndpointUid, *, draining: bool = True, emptied_at: float = inf) -> None:
+        """Drain an endpoint: it gets no new requests. `draining=False` ends that. `emptied_at`: from when on streams
+        that can go on elsewhere are `is_stranded`.
+        """
         self._dispatcher.wake_all()
-        self._endpoints.drain(uid, draining)
+        self._endpoints.drain(uid, draining, emptied_at)
 
     def explain(self, wanted: bool) -> None:
         """Set whether tickets that are placed from now on get a `Ticket.decision`."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from math import inf
 
 from lbproxy.config.tree import Settings
 from lbproxy.core.balancer import Balancer
@@ -237,9 +238,11 @@ class Runtime(RequestRuntime):
                 self._wake_scraper(transition.endpoint)
         self._transitions.clear()
 
-    def drain(self, uid: EndpointUid, *, draining: bool = True) -> None:
-        """Give an endpoint no new requests (or again), also if discovery loses it for a while. What runs finishes."""
-        self.balancer.drain(uid, draining=draining)
+    def drain(self, uid: EndpointUid, *, draining: bool = True, move_after_s: float = inf) -> None:
+        """Give an endpoint no new requests (or again), also if discovery loses it for a while. What runs finishes, or
+        goes on elsewhere after so long, if it can.
+        """
+        self.balancer.drain(uid, draining=draining, emptied_at=self.now() + move_after_s)
         if (member := self._members.get(uid)) is not None:
             self.drained = self.drained - {member.key, member.url_key} | ({member.key} if draining else set())
         self.pump_soon()

@@ -20,6 +20,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from lbproxy import __version__
@@ -474,8 +475,8 @@ class Proxy:
         self.overlay = overlay
         self._orders.overlaid()
 
-    def drain(self, uid: EndpointUid, *, draining: bool) -> None:
-        self.runtime.drain(uid, draining=draining)
+    def drain(self, uid: EndpointUid, *, draining: bool, move_after_s: float = inf) -> None:
+        self.runtime.drain(uid, draining=draining, move_after_s=move_after_s)
         self._orders.overlaid()
 
     def set_log_level(self, level: str) -> None:

@@ -144,6 +144,8 @@ def member(
         endpoint.model,
         endpoint.forward_headers,
         process,
+        endpoint.engine,
+        endpoint.client_keep_alive,
     )
 
 
@@ -160,6 +162,8 @@ def read_endpoint(told: m.Member) -> Endpoint:
         rank=told.rank,
         model=told.model,
         tier=told.tier,
+        engine=told.engine,
+        client_keep_alive=told.client_keep_alive,
         forward_headers=tuple(told.forward_headers),
         weight=told.weight,
         api_key=None if told.api_key is None else ApiKey(told.api_key),

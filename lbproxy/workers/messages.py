@@ -298,6 +298,8 @@ class Stranded(Message, tag=35):
     """See RequestRuntime.is_stranded."""
 
     number: int
+    leaves: bool = False
+    """Its response has begun, and its endpoint drains."""
 
 
 class Member(Message):
@@ -324,6 +326,9 @@ class Member(Message):
     """See EndpointSpec."""
     process: int = 0
     """See EndpointState."""
+    engine: str = "auto"
+    client_keep_alive: bool = False
+    """Of both see EndpointSpec."""
 
 
 class Members(Message, tag=36):

@@ -63,8 +63,8 @@ class _Open:
         self.record = record
         self.submit = submit
         self.settled = settled
-        self.stranded = False
-        """It waits in vain for a first byte, says the balancer process."""
+        self.stranded = self.leaves = False
+        """It waits in vain for a first byte, or leaves an endpoint that drains, says the balancer process."""
 
 
 class WorkerProcess(Protocol):
@@ -266,7 +266,7 @@ class RemoteRuntime(RequestRuntime):
 
     def is_stranded(self, ticket: Ticket) -> bool:
         one = self._open.get(ticket.number)
-        return one is not None and one.stranded and ticket.first_byte_at is None
+        return one is not None and one.stranded and (one.leaves or ticket.first_byte_at is None)
 
     @property
     def link(self) -> Link[m.ToWorker] | None:
@@ -411,7 +411,7 @@ class RemoteRuntime(RequestRuntime):
     def _on_stranded(self, message: m.Stranded) -> None:
         one = self._open.get(message.number)
         if one is not None and not one.stranded:
-            one.stranded = True
+            one.stranded, one.leaves = True, message.leaves
             self.loop.call_soon(self._move, one)
 
     def _move(self, one: _Open) -> None:

@@ -328,7 +328,7 @@ class Session:
         for job in self.jobs.values():
             ticket = job.ticket
             if ticket is not None and ticket.state is TicketState.PLACED and self._runtime.is_stranded(ticket):
-                self.link.send(m.Stranded(job.number))
+                self.link.send(m.Stranded(job.number, ticket.first_byte_at is not None))
 
     # Models and figures
 

@@ -16,6 +16,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -347,7 +348,7 @@ def test_a_drain_waits_for_the_last_request_or_for_the_time() -> None:
         return httpx.Response(200, json={"in_flight": count or 0, "drained": count == 0})
 
     console = Console(file=io.StringIO(), width=80)
-    assert drain(answering(answer), console, "pool/a", wait=True, timeout_s=None) == 0
+    assert drain(answering(answer), console, "pool/a", wait_s=inf) == 0
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert text.splitlines() == [
         "pool/a is draining: 4 requests left",
@@ -356,9 +357,9 @@ def test_a_drain_waits_for_the_last_request_or_for_the_time() -> None:
         "pool/a is drained",
     ]
     left[:] = [1]
-    assert drain(answering(answer), console, "pool/a", wait=False, timeout_s=None) == 0
+    assert drain(answering(answer), console, "pool/a", wait_s=None) == 0
     left[:] = [1]
-    assert drain(answering(answer), console, "pool/a", wait=True, timeout_s=0.0) == 1
+    assert drain(answering(answer), console, "pool/a", wait_s=0.0) == 1
     assert "pool/a still has 1 request after 0 s; it stays drained" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -371,7 +372,7 @@ def test_the_last_endpoint_of_a_model_is_drained_by_force_only() -> None:
         return httpx.Response(200, json=last if request.method == "GET" else {"in_flight": 0})
 
     console = Console(file=io.StringIO(), width=120)
-    drain = partial(operate.drain, answering(answer), console, "a", wait=False, timeout_s=None)
+    drain = partial(operate.drain, answering(answer), console, "a", wait_s=None)
     assert drain(force=False) == 1
     assert asked == [("GET", b"/admin/endpoints")]
     assert drain(force=True) == 0

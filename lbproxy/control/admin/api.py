@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from typing import NoReturn, Protocol
 
 import orjson
@@ -126,6 +127,11 @@ USAGE_QUERY: dict[str, Fields] = {
     "own": {"enum": ["0", "1"], "default": "0"},
 }
 
+MAX_MOVE_AFTER_S = 86_400
+DRAIN = "Stop sending new requests to it"
+DRAIN_QUERY: dict[str, Fields] = {"move_after": {"type": "integer", "minimum": 0, "maximum": MAX_MOVE_AFTER_S}}
+"""After so many seconds streams that can go on elsewhere do so."""
+
 
 class Steering(Protocol):
     """What can be changed: the composition root. What changes the set of endpoints waits for what else changes it."""
@@ -149,8 +155,8 @@ class Steering(Protocol):
         lease.
         """
 
-    def drain(self, uid: EndpointUid, *, draining: bool) -> None:
-        """Drain an endpoint, or end that."""
+    def drain(self, uid: EndpointUid, *, draining: bool, move_after_s: float = inf) -> None:
+        """Drain an endpoint, or end that. After so long its streams go on elsewhere, as far as they can."""
 
     def set_log_level(self, level: str) -> None:
         """Until a reload or a restart."""
@@ -230,7 +236,7 @@ class Api:
             AdminRoute(
                 "DELETE", one, self._remove, "Remove an endpoint; its requests finish", "Removed", (200, 404, 409)
             ),
-            AdminRoute("POST", f"{one}/drain", self._drain, "Stop sending new requests to it", "Drain", (200, 404)),
+            AdminRoute("POST", f"{one}/drain", self._drain, DRAIN, "Drain", (200, 400, 404), query=DRAIN_QUERY),
             AdminRoute("POST", f"{one}/undrain", self._undrain, "Send requests to it again", "Drain", (200, 404)),
             AdminRoute("POST", f"{one}/wake", self._wake, "Wake it", "Sleep", (200, 404, 409)),
             AdminRoute("POST", f"{one}/sleep", self._sleep, "Put it to sleep", "Sleep", (200, 404, 409)),
@@ -392,7 +398,12 @@ class Api:
         raise ApiError(409, "discovered", f"{name} is one address of a name: drain it, or remove the name.")
 
     async def _drain(self, request: web.Request) -> web.Response:
-        return self._set_draining(request, True)
+        text = request.query.get("move_after")
+        if text is None:
+            return self._set_draining(request, True)
+        if not (text.isascii() and text.isdigit() and len(text) < 6 and int(text) <= MAX_MOVE_AFTER_S):
+            raise ApiError(400, "invalid_move_after", f"move_after: expected 0 to {MAX_MOVE_AFTER_S} seconds")
+        return self._set_draining(request, True, move_after_s=float(text))
 
     async def _undrain(self, request: web.Request) -> web.Response:
         return self._set_draining(request, False)
@@ -413,7 +424,7 @@ class Api:
         uid = found[0].endpoint.uid
         return _json({"name": name, "sleep": sleep_fields(self._runtime.snapshot().sleep.get(uid))})
 
-    def _set_draining(self, request: web.Request, draining: bool) -> web.Response:
+    def _set_draining(self, request: web.Request, draining: bool, *, move_after_s: float = inf) -> web.Response:
         name, found = request.match_info["name"], self._named(request)
         if found[0].removed:
             if draining:
@@ -421,8 +432,10 @@ class Api:
             running = found[0].in_flight
             raise ApiError(404, "unknown_endpoint", f"{name} was removed; {running} requests still run there.")
         for one in found:
-            if one.draining != draining:
-                self._steering.drain(one.endpoint.uid, draining=draining)
+            if one.draining and draining and move_after_s < inf:
+                self._steering.drain(one.endpoint.uid, draining=True, move_after_s=move_after_s)
+            elif one.draining != draining:
+                self._steering.drain(one.endpoint.uid, draining=draining, move_after_s=move_after_s)
                 text = "endpoint %s is draining" if draining else "endpoint %s takes requests again"
                 _log(text, one.endpoint.name)
                 self._state.recent.note_drain(one.endpoint.name, one.health, draining=draining)

@@ -162,6 +162,8 @@ def _more(record: RequestRecord, request_id: str) -> bytes:
         more += f',"tier":{record.tier},"overflow":{reason}'
     if record.alias is not None:
         more += f',"alias":{_quoted(record.alias, MAX_FIELD_CHARS)}'
+    if record.failed and record.moves:
+        more += f',"moves":{record.moves}'
     if record.fallback_from is not None:
         more += f',"fallback_from":{_quoted(record.fallback_from, MAX_FIELD_CHARS)}'
     if record.trace is not None:

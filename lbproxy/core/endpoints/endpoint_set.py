@@ -369,8 +369,12 @@ class EndpointSet:
         states = list(self._states.values())
         self.judge.check(states, now=now)
         watch = self.judge.progress
-        waiting = (state for state in states if state.awaiting_first_byte)
-        return [state.endpoint.uid for state in waiting if watch.is_dead(state, now, stream=True)]
+        return [
+            state.endpoint.uid
+            for state in states
+            if (state.awaiting_first_byte and watch.is_dead(state, now, stream=True))
+            or (state.requests and is_emptied(state, now))
+        ]
 
     def report_models(self, uid: EndpointUid, cards: Iterable[ModelCard] | None) -> None:
         """Note the models that an endpoint lists. None: it has no such list, and an earlier one is forgotten."""
@@ -507,11 +511,11 @@ class EndpointSet:
             state.load.scraped(NO_METRICS, others=state.others, queued=queued, fresh_until=until, reported=True)
             state.load.queue_reported(state.metrics, until)
 
-    def drain(self, uid: EndpointUid, draining: bool) -> None:
-        """Stop (or resume) giving requests to a member; requests in flight continue."""
+    def drain(self, uid: EndpointUid, draining: bool, emptied_at: float) -> None:
+        """Stop (or resume) giving requests to a member; requests in flight continue, there until `emptied_at`."""
         state = self._states.get(uid)
         if state is not None:
-            state.draining = draining
+            state.draining, state.standing.emptied_at = draining, emptied_at
             self.serving.changed(state)
 
     def snapshot(self, *, now: float) -> list[EndpointSnapshot]:
@@ -519,6 +523,11 @@ class EndpointSet:
         states = [*self._states.values(), *self._leaving]
         share, is_readmitted = self.judge.slow_start.share, self.serving.is_readmitted
         return [snapshot_of(state, share(state, now), is_readmitted(state), now) for state in states]
+
+
+def is_emptied(state: EndpointState, now: float) -> bool:
+    """Whether what runs there is to go on elsewhere."""
+    return state.draining and now >= state.standing.emptied_at
 
 
 def _trial_at(state: EndpointState) -> float:

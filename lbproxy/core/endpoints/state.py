@@ -91,6 +91,8 @@ class Standing:
     """Why its health is what it is; empty: it never changed."""
     was_up: bool = False
     """It took requests before."""
+    emptied_at: float = inf
+    """While it drains: from then on streams that can go on elsewhere do so."""
     refused_connection: bool = False
     """It refused a connection since it was last up, so that another process may listen there now."""
     process: int = 0

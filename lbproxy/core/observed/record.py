@@ -20,6 +20,10 @@ SUFFIX_CHARS: Final = 16
 """What an id has after a client's own: 64 random bits."""
 
 
+MOVED = frozenset({Outcome.UPSTREAM_BROKE.label, "moved"})
+"""Labels of attempts whose stream went on at another endpoint: it broke, or its endpoint drains."""
+
+
 class RequestRecord:
     """The record of one request, however it ends. Access log, metrics and traces are sinks of it.
 
@@ -173,6 +177,11 @@ class RequestRecord:
     def note_decision(self, decision: Decision) -> None:
         """Note the decision about one more attempt."""
         decision.previous, self.decision = self.decision, decision
+
+    @property
+    def moves(self) -> int:
+        """How often its stream went on at another endpoint."""
+        return sum(label in MOVED for _, label in self.failed)
 
     @property
     def cached_tokens(self) -> int | None:

@@ -67,7 +67,7 @@ class JoinedStream:
             end = max(ends, default=0)
             data, self._tail = data[:end], data[end:]
             if len(self._tail) > MAX_EVENT_BYTES:
-                self._give_up("an event is too long")
+                self.give_up("an event is too long")
                 data, self._tail = data + self._tail, b""
         if self.failure is not None or not data:
             return b""
@@ -133,14 +133,14 @@ class JoinedStream:
             if type(said) is dict and "error" in said:
                 self.failure = f"its server said: {orjson.dumps(said['error'])[:500].decode('utf-8', 'replace')}"
             else:
-                self._give_up("an event cannot be read")
+                self.give_up("an event cannot be read")
             return None
         if not self._identity:
             self._identity = {name: said[name] for name in _IDENTITY if name in said}
         self._note_usage(said.get("usage"))
         self._told_usage = not choices and type(said.get("usage")) is dict
         if len(choices) > 1 or (choices and type(choices[0]) is not dict):
-            self._give_up("it has several choices")
+            self.give_up("it has several choices")
         elif choices:
             self._read_choice(choices[0])
         found: dict[str, Any] = said
@@ -149,11 +149,11 @@ class JoinedStream:
     def _read_choice(self, choice: dict[str, Any]) -> None:
         delta = choice.get("delta") if self._chat else choice
         if type(delta) is not dict:
-            self._give_up("an event cannot be read")
+            self.give_up("an event cannot be read")
             return
         for name in ("tool_calls", "function_call", "reasoning", "reasoning_content", "refusal", "audio"):
             if delta.get(name):
-                self._give_up(f"it has `{name}`")
+                self.give_up(f"it has `{name}`")
         name = "content" if self._chat else "text"
         text = delta.get(name)
         if type(text) is not str:
@@ -178,7 +178,7 @@ class JoinedStream:
         if not text.isspace():  # of a token that ends in white space the first part is generated again
             self._tokens[1] = self._tokens[0] - text[-1].isspace()
         if self.text_bytes > MAX_TEXT_BYTES:
-            self._give_up("its text is too long")
+            self.give_up("its text is too long")
 
     def _note_usage(self, usage: object) -> None:
         """Note what a server says with each event, if its client asks for that."""
@@ -188,7 +188,8 @@ class JoinedStream:
                 self._prompt_tokens = prompt
                 self._tokens[0] = max(self._tokens[0], completion - 1)  # this event counts itself
 
-    def _give_up(self, why: str) -> None:
+    def give_up(self, why: str) -> None:
+        """It will not be continued."""
         if self.obstacle is None:
             self.obstacle = why
         self._said.clear()

@@ -29,12 +29,16 @@ from lbproxy.core.responses.joined import MAX_MOVES, JoinedStream
 from lbproxy.driver.request_runtime import RequestRuntime
 from lbproxy.net.connections.h1 import ResponseHead
 from lbproxy.net.connections.pool import Connection
-from lbproxy.proxy.exchange.relay import LAST_CHUNK, HeadSender, Relay, RelayOwner, can_continue, chunk
+from lbproxy.proxy.exchange.relay import LAST_CHUNK, HeadSender, Relay, RelayOwner, Stage, can_continue, chunk
 from lbproxy.proxy.exchange.used import expected_prompt_tokens
 from lbproxy.proxy.request.client_request import ClientRequest
 
 ENGINES: Final = frozenset({"vllm", "sglang", "llamacpp"})
 """Those that are known to go on with a text."""
+
+
+HELD_BYTES: Final = 16 << 10
+"""So much of the text is not counted: see LARGE_BODY_BYTES."""
 
 
 class StreamOwner(RelayOwner, Protocol):
@@ -45,8 +49,11 @@ class StreamOwner(RelayOwner, Protocol):
     record: RequestRecord
     head_sent_by: HeadSender | None
 
-    def go_on(self, request: ClientRequest, placed: InferenceRequest, error: UpstreamError) -> None:
-        """End the attempt, which broke so, and begin another with this request for the rest of the response."""
+    def go_on(self, request: ClientRequest, placed: InferenceRequest, error: UpstreamError, ended: Outcome) -> None:
+        """End the attempt, which failed so, and begin another with this request for the rest of the response."""
+
+    def hold(self, size: int) -> bool:
+        """Count so many more bytes of memory. Returns whether there is room."""
 
 
 class Continuation:
@@ -60,31 +67,44 @@ class Continuation:
         self.joined = JoinedStream(chat=self._is_chat)
         self._fields: dict[str, object] | None = None
 
-    def move(self, ticket: Ticket, error: UpstreamError) -> str | None:
-        """The stream broke: have it go on elsewhere. Returns why that cannot be; None: it does."""
+    def obstacle(self, ticket: Ticket) -> str | None:
+        """Why the stream cannot go on elsewhere; None: it can."""
+        joined = self.joined
         if not goes_on(ticket.placed_state):
             return "its engine is not known to go on with a text"
+        if joined.obstacle is None and joined.moves >= MAX_MOVES:
+            return f"it moved {MAX_MOVES} times"
         try:
-            request, placed = self._next()
+            self._read()
         except NotContinuedError as why:
             return str(why)
-        self.exchange.go_on(request, placed, error)
-        return None
+        return joined.obstacle
+
+    def move(self, ticket: Ticket, error: UpstreamError, runtime: RequestRuntime) -> str | None:
+        """The stream broke, or is to leave its server: have it go on elsewhere. Returns why that cannot be; None: it
+        does. What a server did that is dead costs no budget, as its load is gone.
+        """
+        why = self.obstacle(ticket)
+        if why is None and error.kind is not FailureKind.RESET:
+            asked = UpstreamError(FailureKind.STRANDED, error.detail)
+            if not runtime.after_failure(ticket, asked, ()).retry:
+                why = "no other endpoint is left, or no budget for it"
+        if why is None:
+            request, placed = self._next()
+            ended = Outcome.CLIENT_CLOSED if error.kind is FailureKind.STRANDED else Outcome.UPSTREAM_BROKE
+            self.exchange.go_on(request, placed, error, ended)
+        return why
 
     def _next(self) -> tuple[ClientRequest, InferenceRequest]:
-        """The request for another server. Raises NotContinuedError."""
+        """The request for another server."""
         joined, (request, placed) = self.joined, self._first
-        if joined.obstacle is not None:
-            raise NotContinuedError(joined.obstacle)
-        if joined.moves >= MAX_MOVES:
-            raise NotContinuedError(f"it moved {MAX_MOVES} times")
         fields = self._read()
         text, tokens = joined.move(stops_of(fields))
         body = continued(fields, chat=self._is_chat, text=text, tokens=tokens)
         left = tokens_left(fields, tokens)
         # The balancer sees the same prompt, which the client's usage tells of, too. Its first byte is not due any more.
         placed = placed._replace(max_tokens=left, deadline=None, splittable=False, fallback_after_s=None)
-        return request._replace(body=body, pieces=(), naming=None), placed
+        return request._replace(body=body, pieces=(), naming=None, fallbacks=()), placed
 
     def ending(self, ticket: Ticket) -> bytes | None:
         """What is missing of a response that its server had finished; None: something else is."""
@@ -128,6 +148,8 @@ class JoinedRelay(Relay):
         self._joined = continuation.joined
         self._events_before = exchange.record.events
         """Of the servers before."""
+        self._held = self._joined.text_bytes
+        """Bytes of text that are counted."""
         self._why: str | None = None
         """Why it does not go on elsewhere."""
 
@@ -142,6 +164,8 @@ class JoinedRelay(Relay):
         if self._ids is not None:
             self._look_for_id(self._ids, data, start, end)
         piece = joined.feed(data[start:end])
+        if joined.text_bytes - self._held > HELD_BYTES:
+            self._hold()
         if piece:
             piece = chunk(piece) if self._chunked else piece
             if self._content_began:
@@ -156,6 +180,12 @@ class JoinedRelay(Relay):
                 self._complete(joined.ending(None))
             else:
                 self.broke(UpstreamError(FailureKind.RESET, joined.failure))
+
+    def _hold(self) -> None:
+        """Count the text that is kept."""
+        size, self._held = self._joined.text_bytes - self._held, self._joined.text_bytes
+        if not self.continuation.exchange.hold(size):
+            self._joined.give_up("there is no memory for its text")
 
     def ended(self) -> None:
         self._connection = None
@@ -177,10 +207,24 @@ class JoinedRelay(Relay):
             return
         self._release_head()
         self._count()
-        why = self.continuation.move(self._ticket, error)
+        why = self.continuation.move(self._ticket, error, self._runtime)
         if why is not None:
             self._why = why
             Relay.broke(self, UpstreamError(error.kind, f"{error.detail}; not continued: {why}"))
+
+    def leave(self) -> None:
+        connection, joined = self._connection, self._joined
+        if connection is None or self.revocable:
+            return
+        joined.read()
+        if joined.is_over or joined.finish_reason is not None or self.continuation.obstacle(self._ticket):
+            return
+        error = UpstreamError(FailureKind.STRANDED, "the endpoint drains")
+        if self.continuation.move(self._ticket, error, self._runtime) is None:
+            connection.abort()
+            self._connection = None
+            self._enter(Stage.FINISHED)
+            self._count()
 
     def _told(self) -> LbError:
         told = Relay._told(self)

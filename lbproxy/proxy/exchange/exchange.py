@@ -112,6 +112,10 @@ class Exchange(HeadReceiver, ABC):
         """The request's body is not held any more."""
 
     @abstractmethod
+    def hold(self, size: int) -> bool:
+        """See continuation.StreamOwner."""
+
+    @abstractmethod
     def _refuse(self, error: LbError) -> bool:
         """Send an error; nothing went to the client yet. Returns whether its connection can be used again."""
 
@@ -215,7 +219,7 @@ class Exchange(HeadReceiver, ABC):
         self._enter(steps.SENT, connection)
         assert ticket.placed_on is not None
         request, state, record, limits = self.request, ticket.placed_on, self.record, self._shared.limits
-        if self._moved and not goes_on(state):
+        if isinstance(self.head_sent_by, JoinedRelay) and not goes_on(state):
             raise LbError(Outcome.UPSTREAM_RESET)
         if self._split is not None:
             request, limits = self._split.send_second()
@@ -347,7 +351,7 @@ class Exchange(HeadReceiver, ABC):
         if head.status >= 400 and self._retry_elsewhere(head.status, body, head):
             return
         if self.head_sent_by is not None:
-            if self._moved or not can_continue(head):
+            if isinstance(self.head_sent_by, JoinedRelay) or not can_continue(head):
                 self._cannot_continue(head, body)
                 return
             reusable, response = self.head_sent_by.client_reusable, chunk(body) + LAST_CHUNK if body else LAST_CHUNK
@@ -411,7 +415,7 @@ class Exchange(HeadReceiver, ABC):
         ticket, record = self._ticket, self.record
         assert ticket is not None
         self._shared.runtime.close(ticket, Outcome.COMPLETED)
-        if self._moved:
+        if isinstance(self.head_sent_by, JoinedRelay):
             record.error = f"returned {head.status} instead of going on"
             self.refuse(LbError(Outcome.UPSTREAM_RESET))
             return
@@ -484,18 +488,16 @@ class Exchange(HeadReceiver, ABC):
 
     # A stream that goes on elsewhere: continuation.StreamOwner
 
-    def go_on(self, request: ClientRequest, placed: InferenceRequest, error: UpstreamError) -> None:
+    def go_on(self, request: ClientRequest, placed: InferenceRequest, error: UpstreamError, ended: Outcome) -> None:
         ticket = self._ticket
         assert ticket is not None
         self.record.error = error.detail
-        self._note_failure(ticket, error.kind, Outcome.UPSTREAM_BROKE.label)
-        self._shared.runtime.close(ticket, Outcome.UPSTREAM_BROKE)
+        self._failed = AttemptFailures(endpoints=frozenset({ticket.placed_state.endpoint.uid}))  # attempts count anew
+        label, runtime = "moved" if ended is Outcome.CLIENT_CLOSED else ended.label, self._shared.runtime
+        self.record.note_failure(ticket, label, runtime.now())
+        runtime.close(ticket, ended, timed_out=error.kind is FailureKind.TIMEOUT)
         self.request, self.placed, self.head_sent_by = request, placed, self.relay
         self._place()
-
-    @property
-    def _moved(self) -> bool:
-        return isinstance(self.head_sent_by, JoinedRelay)
 
     # Another attempt
 
@@ -507,9 +509,10 @@ class Exchange(HeadReceiver, ABC):
         ticket = self._ticket
         if self.step is steps.FINISHED or ticket is None or ticket.state is not TicketState.PLACED:
             return
-        if self.step is steps.RELAYING and not self._relaying.revocable:
-            return
         if not self._shared.runtime.is_stranded(ticket):
+            return
+        if self.step is steps.RELAYING and not self._relaying.revocable:
+            self._relaying.leave()
             return
         error = UpstreamError(FailureKind.STRANDED, "the endpoint is down, or makes no progress")
         verdict = self._shared.runtime.after_failure(ticket, error, self._failed.kinds)

@@ -341,6 +341,9 @@ class Relay(PayloadWatcher):
             connection.abort()
             self._count()
 
+    def leave(self) -> None:
+        """Have the stream go on elsewhere, if it can: its endpoint drains."""
+
     def say(self, words: bytes) -> None:
         """Send a chunk with a comment of lbproxy's own, if it can stand here."""
         scanner = self._scanner

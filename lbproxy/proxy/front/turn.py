@@ -91,6 +91,13 @@ class Turn(Exchange):
             self._client_connection, self.record, error, keep_alive=self.keep_alive, cors=self.cors
         )
 
+    def hold(self, size: int) -> bool:
+        try:
+            self._front.overload.hold(self, size)
+        except LbError:
+            return False
+        return True
+
     def _body_released(self) -> None:
         self._front.overload.release(self)
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from math import inf
 from typing import get_args
 
 import httpx
@@ -107,8 +108,8 @@ class FakeSteering:
         log = self.settings.log.model_copy(update={"level": level})
         self.settings = self.settings.model_copy(update={"log": log})
 
-    def drain(self, uid: EndpointUid, *, draining: bool) -> None:
-        self.runtime.drain(uid, draining=draining)
+    def drain(self, uid: EndpointUid, *, draining: bool, move_after_s: float = inf) -> None:
+        self.runtime.drain(uid, draining=draining, move_after_s=move_after_s)
 
     def set_awake(self, uid: int, awake: bool) -> str | None:
         self.awake.append(awake)

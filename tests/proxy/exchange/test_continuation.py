@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -24,12 +24,15 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 @asynccontextmanager
-async def fleet(*faults: str, more: str = "") -> AsyncIterator[tuple[Rig, list[MockServer]]]:
+async def fleet(
+    *faults: str, more: str = "", engines: Sequence[str] = (), speed: float = 50
+) -> AsyncIterator[tuple[Rig, list[MockServer]]]:
     """A rig before simulated servers, each with a fault, or none."""
     async with AsyncExitStack() as stack:
-        options = [MockOptions(model="m", speed=50, faults=(one,) if one else ()) for one in faults]
+        options = [MockOptions(model="m", speed=speed, faults=(one,) if one else ()) for one in faults]
         servers = [await stack.enter_async_context(MockServer(one)) for one in options]
-        entries = [(one.url, "engine: vllm") for one in servers]
+        names = engines or ["vllm"] * len(servers)
+        entries = [(one.url, f"engine: {name}") for one, name in zip(servers, names, strict=True)]
         it = await stack.enter_async_context(rig(*entries, more=f"routing: {{policy: round-robin}}\n{more}"))
         yield it, servers
 
@@ -79,5 +82,168 @@ def test_it_goes_on_where_it_broke(path: str, way: str) -> None:
                 await until(lambda: it.records.requests, "it is recorded")
                 (record,) = it.records.requests
                 assert (record.outcome, record.usage and record.usage.completion_tokens) == (Outcome.COMPLETED, 30)
+
+    run(main())
+
+
+def body_of(path: str = CHAT, **fields: object) -> bytes:
+    return post(asked(path, 1, **fields), path, CONTINUE)
+
+
+async def broken(it: Rig, request: bytes) -> str:
+    """What the client of a stream that breaks is told."""
+    client = await it.connect()
+    client.send(request)
+    head = await client.head()
+    assert head.startswith(b"HTTP/1.1 200"), head
+    rest = await client.reader.read(-1)
+    assert not rest.endswith(b"0\r\n\r\n"), "it looks complete"
+    (error,) = [line for line in rest.split(b"\n") if line.startswith(b'data: {"error"')]
+    said: str = json.loads(error[6:])["error"]["message"]
+    return said
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "why"),
+    [
+        (CHAT, {"n": 2}, "the request has `n`"),
+        (CHAT, {"logprobs": True}, "the request has `logprobs`"),
+        (CHAT, {"frequency_penalty": 0.1}, "the request has `frequency_penalty`"),
+        (CHAT, {"min_tokens": 5}, "the request has `min_tokens`"),
+        (CHAT, {"response_format": {"type": "json_object"}}, "the request has `response_format`"),
+        (CHAT, {"guided_regex": "[a-z]+"}, "the request has `guided_regex`"),
+        (CHAT, {"something new": 1}, "a field is not known"),
+        (CHAT, {"chat_template_kwargs": {"enable_thinking": True}}, "it has `reasoning`"),
+        (CHAT, {"messages": [{"role": "assistant", "content": "The"}]}, "the client itself began"),
+        (COMPLETIONS, {"echo": True}, "the request has `echo`"),
+        (COMPLETIONS, {"suffix": "the end"}, "the request has `suffix`"),
+        (COMPLETIONS, {"prompt": ["one"]}, "the prompt is no text"),
+        (COMPLETIONS, {"prompt": [1, 2, 3]}, "the prompt is no text"),
+    ],
+)
+def test_what_cannot_go_on_breaks_and_says_why(path: str, fields: dict[str, Any], why: str) -> None:
+    async def main() -> None:
+        async with fleet("break how=rst events=4", "break how=rst events=4") as (it, _):
+            said = await broken(it, body_of(path, **fields))
+            assert said.startswith("upstream connection lost after ")
+            assert f"; not continued: {why}" in said
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 1, "frequency_penalty": 0, "repetition_penalty": 1.0, "suffix": None, "logprobs": False},
+        {"temperature": 0, "top_p": 0.5, "seed": 7, "stop": ["zebra"], "user": "u", "metadata": {"a": "b"}},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}], "tool_choice": "auto"},
+        {"response_format": {"type": "text"}, "stop": "zebra", "max_completion_tokens": 30},
+    ],
+)
+def test_what_says_nothing_that_looks_back_goes_on(fields: dict[str, Any]) -> None:
+    async def main() -> None:
+        async with fleet("") as (it, _):
+            whole = await it.ask(post(asked(CHAT, 1, **fields)))
+        async with fleet("break how=rst events=9", "break how=rst events=9") as (it, _):
+            check_one(await it.ask(body_of(**fields)), CHAT, whole)
+
+    run(main())
+
+
+def test_only_engines_that_are_known_to_go_on_are_asked_to() -> None:
+    async def main() -> None:
+        async with fleet("break how=rst events=4", "", engines=("auto", "auto")) as (it, _):
+            assert (await broken(it, body_of())).endswith("its engine is not known to go on with a text")
+        async with fleet("break how=rst events=4", "", engines=("vllm", "auto")) as (it, _):
+            assert "after 4 events" in await broken(it, body_of())
+            await until(lambda: it.records.requests, "it is recorded")
+            assert [name for name, _ in it.records.requests[0].failed] == ["e1"]
+
+    run(main())
+
+
+def test_without_the_header_bytes_are_as_ever() -> None:
+    async def main() -> None:
+        async with fleet("break how=rst events=4", "") as (it, _):
+            said = await broken(it, post(asked(CHAT)))
+            assert said == "upstream connection lost after 4 events"
+            assert (await it.ask(post(asked(CHAT), more="x-lbproxy-continue: yes\r\n"))).status == 400
+
+    run(main())
+
+
+def test_ten_moves_and_no_more() -> None:
+    async def main() -> None:
+        async with fleet("break how=rst events=3", "break how=rst events=3") as (it, _):
+            said = await broken(it, body_of(max_tokens=60))
+            assert said.endswith("not continued: it moved 10 times")
+            await until(lambda: it.records.requests, "it is recorded")
+            (record,) = it.records.requests
+            assert [what for _, what in record.failed] == ["upstream_broke"] * 10
+
+    run(main())
+
+
+def test_a_server_that_refuses_to_go_on_is_not_the_clients_business() -> None:
+    """Its 4xx is not relayed; one that is busy is left for the next."""
+
+    async def main() -> None:
+        async with fleet("break how=rst events=6", "status code=400") as (it, _):
+            assert "after 6 events" in await broken(it, body_of())
+            await until(lambda: it.records.requests, "it is recorded")
+            (record,) = it.records.requests
+            assert record.error == "returned 400 instead of going on"
+        async with fleet("") as (it, _):
+            whole = await it.ask(post(asked(CHAT, 1)))
+        async with fleet("break how=rst events=20", "status code=503", "") as (it, _):
+            check_one(await it.ask(body_of()), CHAT, whole)
+
+    run(main())
+
+
+def test_a_server_that_falls_silent_is_left() -> None:
+    async def main() -> None:
+        async with fleet("") as (it, _):
+            whole = await it.ask(post(asked(CHAT, 1)))
+        async with fleet("slow-stream every=30", "", more="timeouts: {stream_idle: 1s}") as (it, _):
+            check_one(await it.ask(body_of()), CHAT, whole)
+            await until(lambda: it.records.requests, "it is recorded")
+            assert it.records.requests[0].attempts == 2
+
+    run(main())
+
+
+def test_streams_leave_an_endpoint_that_drains() -> None:
+    """At once with 0 s; what cannot go on stays, and so do all without `move_after`."""
+
+    async def main() -> None:
+        async with fleet("") as (it, _):
+            whole = await it.ask(post(asked(CHAT, 1, max_tokens=400)))
+        async with fleet("", "", speed=1) as (it, _):
+            first, other, stays = await it.connect(), await it.connect(), await it.connect()
+            uid = it.snapshots()[0].endpoint.uid
+            first.send(body_of(max_tokens=400))
+            await first.head()
+            other.send(body_of(max_tokens=400))
+            await other.head()
+            stays.send(body_of(max_tokens=400, logprobs=True))
+            await stays.head()
+            it.runtime.drain(uid)
+            it.runtime.check()
+            assert [one.in_flight for one in it.snapshots()] == [2, 1]
+            began = await first.reader.readuntil(b"}]}\n\n")
+            it.runtime.drain(uid, move_after_s=0.0)
+
+            def one_has_left() -> bool:
+                it.runtime.check()
+                return [one.in_flight for one in it.snapshots()] == [1, 2]
+
+            await until(one_has_left)
+            rest = await first.reader.readuntil(b"\r\n0\r\n\r\n")
+            check_one(Reply(b"", began + rest), CHAT, whole)
+            stays.writer.close()
+            other.writer.close()
+            await until(lambda: len(it.records.requests) == 3, "all are recorded")
+            assert sorted(one.failed for one in it.records.requests) == [(), (), (("e1", "moved"),)]
 
     run(main())
