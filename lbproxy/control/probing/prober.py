@@ -20,6 +20,7 @@ import contextlib
 import logging
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -28,7 +29,8 @@ from lbproxy.config.sections.health import HealthSettings
 from lbproxy.config.shown import without_values
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec
 from lbproxy.core.endpoints.health import Health
-from lbproxy.core.engines.server_info import SERVER_INFO, Description, engine_of, read_description, read_loaded
+from lbproxy.core.engines.loading import LOADERS, InMemory, LoadedPage, loader_named, loads_always, read_loaded
+from lbproxy.core.engines.server_info import SERVER_INFO, Description, engine_of, read_description
 from lbproxy.core.requests.openai import ModelCard, read_model_list, with_longest_prompt
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.driver.runtime import Runtime
@@ -103,36 +105,46 @@ async def ask_models(endpoint: EndpointSpec, connections: ConnectionPool, timeou
         cards = read_model_list(answer.body)
         if cards is None:
             return ModelsAnswer(False, None, True, f"{reason} with something that is no model list")
-        if endpoint.engine == "auto" and engine_of(cards) not in {None, *BUILT_IN_ENGINES}:
-            cards = await _with_engine(endpoint, cards, connections, timeout_s)
-        return ModelsAnswer(True, cards, True, reason)
+        engine = await _find_engine(endpoint, engine_of(cards), answer.body, connections, timeout_s)
+        return ModelsAnswer(True, [replace(one, engine=engine) for one in cards] if engine else cards, True, reason)
     # 408 and 429 are for now only; the other refusals (401, 404, a redirect) will be the same next time.
     refused = answer.status in {401, 402, 403}
     return ModelsAnswer(answer.status < 500 and answer.status not in {408, 429}, None, True, reason, refused)
 
 
-async def _with_engine(
-    endpoint: EndpointSpec, cards: list[ModelCard], connections: ConnectionPool, timeout_s: float
-) -> list[ModelCard]:
-    """The cards of an engine that does not name itself in them: of Ollama, if it has its API."""
-    try:
-        timeout_s = min(DESCRIPTION_TIMEOUT_S, timeout_s)
-        answer = await _get(endpoint, "/api/version", connections, timeout_s, MAX_INFO_BYTES)
-    except UpstreamError:
-        return cards
-    is_ollama = answer.status == 200 and _VERSION.match(answer.body) is not None
-    return [replace(card, engine=OLLAMA) for card in cards] if is_ollama else cards
+async def _find_engine(
+    endpoint: EndpointSpec, owner: str | None, listing: bytes, connections: ConnectionPool, timeout_s: float
+) -> str | None:
+    """The engine, if its own API shows it: one that loads models on demand. `owner` of its models, and their list."""
+    timeout_s = min(DESCRIPTION_TIMEOUT_S, timeout_s)
+    named = loader_named(owner)
+    if named is not None and endpoint.engine in {"auto", named}:
+        pages = LOADERS[named].pages
+        if pages[0].path == MODELS_PATH:
+            return named if read_loaded(pages[0], listing) is not None else None
+        return named if await ask_loaded(endpoint, pages, connections, timeout_s) is not None else None
+    if endpoint.engine == "auto" and owner not in {None, *BUILT_IN_ENGINES}:  # Ollama's models do not name it
+        try:
+            answer = await _get(endpoint, "/api/version", connections, timeout_s, MAX_INFO_BYTES)
+        except UpstreamError:
+            return None
+        return OLLAMA if answer.status == 200 and _VERSION.match(answer.body) is not None else None
+    return None
 
 
 async def ask_loaded(
-    endpoint: EndpointSpec, connections: ConnectionPool, timeout_s: float
-) -> dict[str, int | None] | None:
-    """See `read_loaded`."""
-    try:
-        answer = await _get(endpoint, "/api/ps", connections, timeout_s, MAX_INFO_BYTES)
-    except UpstreamError:
-        return None
-    return read_loaded(answer.body) if answer.status == 200 else None
+    endpoint: EndpointSpec, pages: Sequence[LoadedPage], connections: ConnectionPool, timeout_s: float
+) -> tuple[LoadedPage, InMemory] | None:
+    """What the first of `pages` that says it says of the models in memory, and which it was."""
+    for page in pages:
+        try:
+            answer = await _get(endpoint, page.path, connections, timeout_s, MAX_MODELS_BYTES)
+        except UpstreamError:
+            return None
+        said = read_loaded(page, answer.body) if answer.status == 200 else None
+        if said is not None:
+            return page, said
+    return None
 
 
 def self_describing(endpoint: EndpointSpec, owner: str | None) -> str | None:
@@ -191,10 +203,11 @@ class Prober:
         """The longest prompt that it takes, of whatever model, as it describes itself."""
         self._owner: str | None = None
         """The engine, by the models that it listed last."""
-        self._loaded: dict[str, int | None] = {}
-        """The models that it has in memory, with the contexts that they have there."""
+        self._loaded: InMemory = {}
         self._loads = asyncio.Event()
         """It loads models on demand, and says which are in memory."""
+        self._pages: tuple[LoadedPage, ...] = ()
+        """Where it says it: the one that said it last before others."""
         self._logged: frozenset[str] | None = None
         """The models named in the last log line; None: none yet, or it cannot say."""
 
@@ -208,10 +221,9 @@ class Prober:
             async with asyncio.TaskGroup() as loops:
                 if self._endpoint.models is None or self._engine() is not None:
                     loops.create_task(self._keep_models())
-                if self._endpoint.engine in {"auto", OLLAMA}:
+                if self._endpoint.engine in {"auto", *LOADERS}:
                     loops.create_task(self._keep_loaded())
-                if self._endpoint.engine == OLLAMA:  # its models may stand in the settings
-                    self._loads.set()
+                    self._follow_loads(None)
                 if self._endpoint.health is not None:
                     loops.create_task(self._keep_health(self._endpoint.health))
         except asyncio.CancelledError as error:
@@ -247,16 +259,32 @@ class Prober:
                     await self._doubted.wait()
 
     async def _keep_loaded(self) -> None:
-        await self._loads.wait()
         while True:
+            await self._loads.wait()
             if self._health() is not Health.DOWN:
                 asked_at, timeout_s = self._runtime.now(), self._settings.timeout
-                models = await ask_loaded(self._endpoint, self._connections, timeout_s)
+                said = await ask_loaded(self._endpoint, self._pages, self._connections, timeout_s)
+                models = None if said is None else said[1]
                 self._runtime.report_loaded(self._endpoint.uid, models, asked_at=asked_at)
+                if said is not None:
+                    self._pages = (said[0], *(one for one in self._pages if one is not said[0]))
                 if models is not None and models != self._loaded:
                     self._loaded = models
                     self._report_models()
             await self._pause(LOADED_S)
+
+    def _follow_loads(self, shown: str | None) -> None:
+        """Ask for the models in memory, or do not. `shown`: the engine, by its own API."""
+        said = self._endpoint.engine  # its models may stand in the settings
+        engine = said if loads_always(said) else shown
+        pages = () if engine is None else LOADERS[engine].pages
+        if {*pages} == {*self._pages}:
+            return
+        self._pages, self._loaded = pages, {}
+        if pages:
+            self._loads.set()
+        else:
+            self._loads.clear()
 
     async def _pause(self, interval_s: float) -> None:
         await asyncio.sleep(self._jittered(interval_s))
@@ -294,9 +322,8 @@ class Prober:
             return  # of a key that was valid: it does not say that it has no list
         self._owner = None if answer.cards is None else engine_of(answer.cards)
         self._listed = answer.cards
+        self._follow_loads(answer.cards[0].engine if answer.cards else None)
         self._report_models()
-        if answer.cards and answer.cards[0].engine == OLLAMA:
-            self._loads.set()
         self._log_change(answer)
 
     def _report_models(self) -> None:

@@ -5,5 +5,5 @@ Text in, `LoadMetrics` out. `dialects` has one table for each engine, built in o
 new table. Pages are not trusted: they are bounded, and a value that cannot be read is None, not 0.
 
 Imported by: `balancer`, `commands`, `control`, `driver`, `endpoints`, `extras`, `knowledge`, `policies`, `processes`,
-`proxy`, `scaling`, `sim`, `workers`. Never: what the values mean for routing, or when they are stale.
+`proxy`, `scaling`, `sim`, `sleeping`, `workers`. Never: what the values mean for routing, or when they are stale.
 """

@@ -58,7 +58,7 @@ class ServerInfo(NamedTuple):
 
 def _sglang(page: Mapping[str, object]) -> int | None:
     """The size is that of the first data-parallel rank alone (srt/managers/data_parallel_controller.py)."""
-    return _product(page.get("max_total_num_tokens"), _number(page.get("dp_size")) or 1)
+    return _product(page.get("max_total_num_tokens"), read_number(page.get("dp_size")) or 1)
 
 
 def _sglang_slots(page: Mapping[str, object]) -> int | None:
@@ -68,7 +68,7 @@ def _sglang_slots(page: Mapping[str, object]) -> int | None:
     states = page.get("internal_states")
     state = states[0] if isinstance(states, list) and states else None
     holds = state.get("effective_max_running_requests_per_dp") if isinstance(state, dict) else None
-    return _product(holds, _number(page.get("dp_size")) or 1)
+    return _product(holds, read_number(page.get("dp_size")) or 1)
 
 
 def _sglang_handover(page: Mapping[str, object]) -> Handover | None:
@@ -90,7 +90,7 @@ def connector_of(page: bytes) -> str | None:
 
 
 def _llama_cpp_slots(page: Mapping[str, object]) -> int | None:
-    return _number(page.get("total_slots"))
+    return read_number(page.get("total_slots"))
 
 
 def _llama_cpp(page: Mapping[str, object]) -> int | None:
@@ -104,7 +104,7 @@ def _llama_cpp(page: Mapping[str, object]) -> int | None:
 
 def _llama_cpp_context(page: Mapping[str, object]) -> int | None:
     settings = page.get("default_generation_settings")
-    return _number(settings.get("n_ctx")) if isinstance(settings, dict) else None
+    return read_number(settings.get("n_ctx")) if isinstance(settings, dict) else None
 
 
 SERVER_INFO: Mapping[str, ServerInfo] = {
@@ -146,15 +146,16 @@ def engine_of(cards: Sequence[ModelCard]) -> str | None:
     return named if isinstance(named, str) else None
 
 
-def _number(value: object) -> int | None:
+def read_number(value: object) -> int | None:
+    """A number of tokens or requests; None: something else."""
     if not isinstance(value, int) or isinstance(value, bool):
         return None
     return value if 0 < value <= MAX_CACHE_TOKENS else None
 
 
 def _product(one: object, other: object) -> int | None:
-    a, b = _number(one), _number(other)
-    return None if a is None or b is None else _number(a * b)
+    a, b = read_number(one), read_number(other)
+    return None if a is None or b is None else read_number(a * b)
 
 
 def read_state(status: int, body: bytes) -> bool | None:
@@ -178,20 +179,3 @@ def read_state(status: int, body: bytes) -> bool | None:
 def is_silent(status: int) -> bool:
     """Whether a response says nothing about the engine, now: it may another time. Others refuse for good."""
     return (status >= 500 and status != 501) or status in {408, 429}
-
-
-def read_loaded(page: bytes) -> dict[str, int | None] | None:
-    """The models that an Ollama has in memory, each with its context in tokens if that is said, from what its /api/ps
-    returns; None if it says nothing of that.
-    """
-    if not is_light(page):
-        return None
-    try:
-        said = orjson.loads(page)
-    except orjson.JSONDecodeError:
-        return None
-    models = said.get("models") if isinstance(said, dict) else None
-    if not isinstance(models, list):
-        return None
-    named = [one for one in models if isinstance(one, dict) and isinstance(one.get("name"), str)]
-    return {one["name"]: _number(one.get("context_length")) for one in named}

@@ -15,6 +15,7 @@ from lbproxy.config.sleep import HostSettings
 from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.endpoints.endpoint_set import EndpointSet
 from lbproxy.core.endpoints.state import ASSUMED, EndpointState, OnDemand
+from lbproxy.core.engines.loading import LOADERS, loads_always
 from lbproxy.core.queue.ticket import Ticket, Wait
 from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.core.saved.pieces import Durations
@@ -99,11 +100,15 @@ def is_served(
     )
 
 
+def loads_on_demand(state: EndpointState) -> bool:
+    """Whether an endpoint loads models when somebody asks for them: as the settings say, or as it showed."""
+    first = next(iter(state.models.values()), None) if state.models else None
+    return loads_always(state.endpoint.engine) or (first is not None and first.engine in LOADERS)
+
+
 LEAVING: Final = frozenset({Phase.DRAINING, Phase.FALLING_ASLEEP})
 RISING: Final = frozenset({Phase.WAKING, Phase.STARTING})
 STEADY: Final = frozenset({Phase.AWAKE, Phase.ASLEEP, Phase.OFF, Phase.UNKNOWN})
-LOAD_ON_DEMAND: Final = frozenset({"ollama"})
-"""Engines whose models are loaded when somebody asks for them."""
 MAX_ABSENT: Final = 1024
 """Servers of which the durations are kept though they are not there; the ones that left first are dropped."""
 _DEFAULT: Final = HostSettings()
@@ -171,7 +176,7 @@ class Servers:
         for state in self._endpoints.members():
             standing = state.standing
             most = state.endpoint.loading.most
-            if state.endpoint.sleep is not None or not any(state.has_api(engine) for engine in LOAD_ON_DEMAND):
+            if state.endpoint.sleep is not None or not loads_on_demand(state):
                 if standing.on_demand is not None:
                     standing.on_demand = None
                     self._shown(state)

@@ -4,8 +4,9 @@
 As Ollama's scheduler (server/sched.go, v0.14): requests are taken one after the other. One for a model that is loaded,
 or being loaded, goes there; another starts a load, if fewer than `most` are in memory. If not, the model that has been
 idle for longest gives way; where none is idle the request waits until one is, *and so do all behind it*, whatever their
-model. A model that nobody used for `keep_s` is unloaded. llama-swap and llama.cpp's router are this with `most` = 1, or
-what they are told. Each model that is loaded has an engine of its own; what models cost one another is not simulated.
+model. A model that nobody used for `keep_s` is unloaded. llama.cpp's router (tools/server/server-models.cpp)
+differs in that those behind go on if their model is in memory: not `holds_up`. Each model that is loaded has an engine
+of its own; what models cost one another is not simulated.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from lbproxy.sim.engine.fixed import FixedEngine
 from lbproxy.sim.engine.sequence import EngineGauges, Hold, RequestTooLong, SimRequest, StepDone
 
 NEVER = float("inf")
+OLLAMA_KEEP_S = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +32,10 @@ class Loading:
     """How long each model takes. Others are not served."""
     most: int = 1
     """Models in memory at a time."""
-    keep_s: float = 300.0
-    """An idle model is unloaded after so long. Ollama's default."""
+    keep_s: float = OLLAMA_KEEP_S
+    """An idle model is unloaded after so long."""
+    holds_up: bool = True
+    """A request that waits for a place holds up those behind it whose models are in memory."""
 
 
 class _Model:
@@ -86,6 +90,10 @@ class OnDemandEngine:
     def resident(self) -> tuple[str, ...]:
         """The models that are loaded, as Ollama's /api/ps and llama.cpp's /models show them."""
         return tuple(name for name, model in self._models.items() if not model.waiting)
+
+    def loading(self) -> tuple[str, ...]:
+        """The models that are being loaded for requests."""
+        return tuple(name for name, model in self._models.items() if model.waiting)
 
     def add(self, request: SimRequest, *, now: float) -> None:
         """Take a request in: for the model in the place of an adapter, or for the first. Raises `RequestTooLong`."""
@@ -204,25 +212,28 @@ class OnDemandEngine:
     # Requests
 
     def _schedule(self, now: float) -> None:
-        """Take the requests that are pending, up to the first that waits for a place."""
-        while self._pending:
-            request = next(iter(self._pending.values()))
+        """Take the requests that are pending, up to the first that waits for a place, or all that need none."""
+        is_full = False
+        for request in list(self._pending.values()):
             name = request.adapter or self._base
             if name not in self._models:
-                if not self._make_place():
+                is_full = is_full or not self._make_place()
+                if is_full and self._loading.holds_up:
                     return
+                if is_full:
+                    continue
                 factor = 1.0 if self._rng is None else self._rng.uniform(0.9, 1.1)
                 self._models[name] = _Model(self._make(), now + factor * self._loading.load_s[name], self._keep_s[name])
                 self._loaders.add(request.id)
                 self.loads += 1
             del self._pending[request.id]
             self._at[request.id] = name
-            model, request = self._models[name], replace(request, adapter=None)
+            model, own = self._models[name], replace(request, adapter=None)
             model.idle_since = NEVER
             if now < model.ready_at:
-                model.waiting.append(request)
+                model.waiting.append(own)
             else:
-                model.engine.add(request, now=now)
+                model.engine.add(own, now=now)
 
     def _make_place(self) -> bool:
         """Unload the model that was idle for longest, if there is no place. Returns whether there is one."""

@@ -21,9 +21,10 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from lbproxy.sim.engine.model_server import ModelServer, make_server
+from lbproxy.sim.engine.on_demand import OnDemandEngine
 from lbproxy.sim.engine.presets import BLOCK_TOKENS
 from lbproxy.sim.engine.ranks import RankedEngine
-from lbproxy.sim.mock import families
+from lbproxy.sim.mock import families, on_demand_pages
 from lbproxy.sim.mock.adapters import LOAD_PATH, UNLOAD_PATH, Adapters
 from lbproxy.sim.mock.apis.fields import EngineError
 from lbproxy.sim.mock.connectors.legs import ServerConnector
@@ -159,6 +160,7 @@ class MockServer:
                 *api,
                 # FastAPI, unlike aiohttp, does not answer HEAD where it answers GET.
                 web.get("/v1/models", self._models, allow_head=False),
+                *([] if self._router is None else [web.get("/models", self._models, allow_head=False)]),
                 web.get("/health", self._health, allow_head=False),
                 web.get("/version", self._version, allow_head=False),
                 web.post(CLEAR_PATH, self.published.clear_cache),
@@ -205,7 +207,19 @@ class MockServer:
 
     # What describes the server, or changes it.
 
+    @property
+    def _router(self) -> OnDemandEngine | None:
+        """llama.cpp's, in its form with several models."""
+        engine = self.driver.engine
+        return engine if isinstance(engine, OnDemandEngine) and self.options.engine == "llamacpp" else None
+
     async def _models(self, _request: web.Request) -> web.StreamResponse:
+        if self._router is not None:
+            return json_response(
+                on_demand_pages.llama_cpp_models(
+                    self._router, (self.options.model, *self.options.adapters), self._created
+                )
+            )
         body = models_body(
             self.options.model,
             created=self._created,
@@ -262,6 +276,8 @@ class MockServer:
         return web.Response(status=503 if self.driver.is_dead else 200)
 
     async def _describe(self, _request: web.Request) -> web.StreamResponse:
+        if self._router is not None:
+            return json_response(on_demand_pages.llama_cpp_props(self.options.max_loaded))
         tokens, slots = self.driver.engine.kv_blocks * BLOCK_TOKENS, self.options.hardware().max_sequences
         address = self.connector.address
         bootstrap_port = DEFAULT_PORT if address is None else address[1]

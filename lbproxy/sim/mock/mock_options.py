@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Literal
 
 from lbproxy.sim.engine.fixed import FirstTokenSpread, FixedTimes
-from lbproxy.sim.engine.on_demand import Loading
+from lbproxy.sim.engine.on_demand import OLLAMA_KEEP_S, Loading
 from lbproxy.sim.engine.presets import PRESETS, Preset
 from lbproxy.sim.mock.adapters import MAX_ADAPTERS, Adapters
 from lbproxy.sim.mock.faults import parse_faults
@@ -62,7 +63,8 @@ class MockOptions:
     adapters: tuple[str, ...] = ()
     max_loras: int = 1
     max_loaded: int = 3
-    """Models in memory at a time, with engine ollama: `adapters` are further models then."""
+    """Models in memory at a time, with engine ollama: `adapters` are further models then. With llamacpp, too, which is
+    a router if there are any."""
     load_time: float = 0.0
     """Seconds that loading one takes."""
     lora_updates: bool = False
@@ -197,6 +199,12 @@ class MockOptions:
 
     def loading(self) -> Loading | None:
         """What a server that loads models on demand needs for that; None = it is none."""
-        if self.engine != "ollama":
+        is_router = self.engine == "llamacpp" and len(self.adapters) > 0
+        if self.engine != "ollama" and not is_router:
             return None
-        return Loading(load_s=dict.fromkeys((self.model, *self.adapters), self.load_time), most=self.max_loaded)
+        return Loading(
+            load_s=dict.fromkeys((self.model, *self.adapters), self.load_time),
+            most=self.max_loaded,
+            keep_s=inf if is_router else OLLAMA_KEEP_S,
+            holds_up=not is_router,
+        )

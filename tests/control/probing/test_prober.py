@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lbproxy.config.sections.health import HealthSettings
-from lbproxy.control.probing.prober import ask_health, ask_models
+from lbproxy.control.probing.prober import LOADED_S, ask_health, ask_models
 from lbproxy.core.endpoints.breaker import Cause
 from lbproxy.core.endpoints.credentials import ApiKey, Tls
 from lbproxy.core.endpoints.endpoint import EndpointSpec
@@ -19,6 +19,7 @@ from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.prompt_keys import hash_prompt
 from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
+from lbproxy.core.sleeping.servers import loads_on_demand
 from lbproxy.net.connections.pool import Connection, ConnectionPool
 from lbproxy.net.dialing.origin import Origin
 from tests.control.rig import FAST_HEALTH, Rig, model_list, rig, running, spec
@@ -69,6 +70,72 @@ def test_ollama_is_known_by_its_api(owner: str, version: Script, engine: str, fo
             assert [one.engine for one in said.cards] == [found, found]
             asked = any(one.path == "/api/version" for one in server.requests)
             assert asked == (owner == "library" and engine == "auto")
+
+    run(main())
+
+
+ROUTER = (
+    b'{"data":[{"id":"a","owned_by":"llamacpp","status":{"value":"loaded"},"meta":{"n_ctx":8192}},'
+    b'{"id":"b","owned_by":"llamacpp","status":{"value":"unloaded"}}]}'
+)
+
+
+@pytest.mark.parametrize("engine", ["auto", "llamacpp", "vllm"])
+@pytest.mark.parametrize("owner", [b"llamacpp", b"vllm"])
+def test_a_router_of_llama_cpp_is_known_by_its_list(engine: str, owner: bytes) -> None:
+    """Without another question. Another engine that says the same of its models is none."""
+
+    async def main() -> None:
+        listed = answer(ROUTER.replace(b"llamacpp", owner))
+        async with ScriptedEndpoint({"/v1/models": listed}) as server, rig() as r:
+            said = await ask_models(replace(spec(server), engine=engine), r.connections, 5.0)
+            assert said.cards is not None
+            found = "llamacpp" if engine != "vllm" and owner == b"llamacpp" else None
+            assert [one.engine for one in said.cards] == [found, found]
+            assert [one.path for one in server.requests] == ["/v1/models"]
+
+    run(main())
+
+
+@pytest.mark.parametrize("engine", ["auto", "llamacpp"])
+def test_models_in_memory_are_asked_for_while_an_endpoint_loads_them(engine: str) -> None:
+    """And no longer, when another server has taken its address."""
+
+    async def main() -> None:
+        async with (
+            ScriptedEndpoint({"/health": OK, "/v1/models": answer(ROUTER)}) as server,
+            rig(replace(spec(server), engine=engine)) as r,
+            running(r.prober(r.endpoints[0]).run),
+        ):
+
+            def in_memory() -> list[str]:
+                shown = r.balancer.snapshot(now=r.runtime.now()).in_memory
+                return [one.model or "" for one in shown.get(r.endpoints[0].uid, [])]
+
+            def length(model: str) -> int | None:
+                state = r.balancer.endpoints.get(r.endpoints[0].uid)
+                cards = state.models if state is not None and state.models else {}
+                return cards[model].context_tokens if model in cards else None
+
+            await until(lambda: in_memory() == ["a"])
+            await until(lambda: length("a") == 8192)
+            assert length("b") is None
+            states = ROUTER.replace(b'"loaded"', b'"unloaded"').replace(b'"unloaded"}}]}', b'"loaded"}}]}')
+            server.scripts["/v1/models"] = answer(states)
+            await until(lambda: in_memory() == ["b"])
+            server.scripts["/v1/models"] = answer(b'{"data":[{"id":"a","owned_by":"llamacpp"}]}')
+            r.runtime.doubt_models(r.endpoints[0].uid)
+            state = r.balancer.endpoints.get(r.endpoints[0].uid)
+            assert state is not None
+            await until(lambda: not loads_on_demand(state))
+
+            def asked(path: str) -> int:
+                return [one.path for one in server.requests].count(path)
+
+            before, probes = asked("/v1/models"), 2 * LOADED_S / FAST_HEALTH.interval
+            end = asked("/health") + probes
+            await until(lambda: asked("/health") > end)
+            assert asked("/v1/models") == before
 
     run(main())
 

@@ -17,8 +17,8 @@ TWO_SLOTS = dataclasses.replace(PRESETS["llama-8b-h100"], max_sequences=2)
 TIMES = FixedTimes(ttft_s=1.0, token_s=0.1)
 
 
-def engine(most: int = 1, keep_s: float = 300.0) -> OnDemandEngine:
-    loading = Loading(load_s={"a": 5.0, "b": 10.0, "c": 2.0}, most=most, keep_s=keep_s)
+def engine(most: int = 1, keep_s: float = 300.0, *, holds_up: bool = True) -> OnDemandEngine:
+    loading = Loading(load_s={"a": 5.0, "b": 10.0, "c": 2.0}, most=most, keep_s=keep_s, holds_up=holds_up)
     return OnDemandEngine(partial(FixedEngine, TWO_SLOTS, TIMES), loading)
 
 
@@ -53,6 +53,19 @@ def test_a_request_that_waits_for_a_place_holds_up_all_behind_it() -> None:
     found = firsts(run_to(one, 100.0))
     assert found == {"1": (6.0, True), "2": (19.0, True), "3": (25.0, True)}
     assert one.loads == 3
+
+
+def test_in_a_router_it_holds_up_those_that_wait_for_a_place_too() -> None:
+    """The others go on, and the one that waited first is loaded first."""
+    one = engine(holds_up=False)
+    one.add(SimRequest("1", 10, 21, adapter="a"), now=0.0)  # until 5 + 1 + 2
+    assert (one.loading(), one.resident()) == (("a",), ())
+    one.add(SimRequest("2", 10, 1, adapter="b"), now=6.0)
+    one.add(SimRequest("3", 10, 1, adapter="a"), now=6.5)
+    one.add(SimRequest("4", 10, 1, adapter="c"), now=6.5)
+    assert (one.loading(), one.resident()) == ((), ("a",))
+    found = firsts(run_to(one, 100.0))
+    assert found == {"1": (6.0, True), "3": (7.5, False), "2": (19.0, True), "4": (22.0, True)}
 
 
 def test_the_model_that_was_idle_for_longest_gives_way() -> None:

@@ -484,6 +484,30 @@ def test_engines_without_metrics_say_how_much_they_hold_and_run(
     run(test, options)
 
 
+def test_llama_cpp_with_several_models_is_a_router() -> None:
+    """It says of each whether it is in memory, and of itself no context."""
+    options = dataclasses.replace(FAST, engine="llamacpp", adapters=("b",), max_loaded=1)
+
+    async def test(server: MockServer, _: openai.AsyncOpenAI) -> None:
+        async with httpx.AsyncClient(base_url=server.url) as client:
+
+            async def states() -> dict[str, str]:
+                pages = [(await client.get(path)).json()["data"] for path in ("/v1/models", "/models")]
+                assert pages[0] == pages[1]
+                return {one["id"]: one["status"]["value"] for one in pages[0]}
+
+            assert await states() == {"sim": "unloaded", "b": "unloaded"}
+            for model in ("sim", "b"):
+                whole = {"model": model, "prompt": "x", "max_tokens": 2}
+                assert (await client.post("/v1/completions", json=whole)).status_code == 200
+            assert await states() == {"sim": "unloaded", "b": "loaded"}
+            props = await client.get("/props")
+            assert props.json()["max_instances"] == 1
+            assert read_description("llamacpp", props.content) is None
+
+    run(test, options)
+
+
 def test_ranks_prefill_side_by_side_and_are_one_page() -> None:
     async def test(server: MockServer, client: openai.AsyncOpenAI) -> None:
         asks = [client.completions.create(model="sim", prompt=f"{n}", max_tokens=5, n=1) for n in range(6)]
