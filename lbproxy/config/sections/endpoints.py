@@ -101,11 +101,11 @@ class EndpointSettings(ShortSection):
     """In logs, metrics and responses: 1 to 64 letters, digits and `._:[]-`. Default: host:port, or the name of socket
     or file."""
     engine: str = "auto"
-    """The server's software: a built-in engine or one of `engines`. `auto` = detected from its metrics, `ollama` by its
-    API. `lbproxy` = another lbproxy, whose `x-lbproxy-reason` is believed; never detected."""
+    """The server's software: a built-in engine or one of `engines`. `auto` = detected from its metrics, `ollama` and
+    `lmstudio` by their API. `lbproxy` = another lbproxy, whose `x-lbproxy-reason` is believed; never detected."""
     metrics: ShownUrl | None = "auto"
     """A path, `:port/path`, an absolute URL (of a single server), `auto` (the engine's usual place), or null = not
-    scraped: the default with `engine: lbproxy` and `ollama`."""
+    scraped: the default with `engine: lbproxy`, `ollama` and `lmstudio`."""
     health: ShownUrl | None = "/health"
     """Path of the health check: a status below 500 means alive. null = not probed: up until requests fail."""
     models: tuple[str, ...] | None = None

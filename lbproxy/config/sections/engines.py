@@ -26,7 +26,12 @@ LBPROXY = "lbproxy"
 """Another lbproxy."""
 OLLAMA = "ollama"
 """Has an API of its own, and no metrics."""
-BUILT_IN_ENGINES = ("vllm", "sglang", "trtllm-serve", "triton-tensorrt-llm", "llamacpp", "lmdeploy", LBPROXY, OLLAMA)
+LM_STUDIO = "lmstudio"
+"""Likewise."""
+BUILT_IN_ENGINES = (
+    *("vllm", "sglang", "trtllm-serve", "triton-tensorrt-llm", "llamacpp", "lmdeploy"),
+    *(LBPROXY, OLLAMA, LM_STUDIO),
+)
 """The keys of `core.engines.dialects.ENGINES` (a test holds the two together: config may not import core)."""
 MAX_ENGINES = 64
 """Of one's own. A page of an unknown engine is looked through for the families of each."""

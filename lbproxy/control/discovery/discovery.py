@@ -31,7 +31,7 @@ from typing import TypeAlias
 from lbproxy.config.parse import parse_endpoints
 from lbproxy.config.sections.clients import Address
 from lbproxy.config.sections.endpoints import EndpointSettings
-from lbproxy.config.sections.engines import LBPROXY, OLLAMA
+from lbproxy.config.sections.engines import LBPROXY, LM_STUDIO, OLLAMA
 from lbproxy.config.sections.proxies import ProxyUrl
 from lbproxy.config.text import ConfigError
 from lbproxy.config.tree import MAX_ENDPOINTS, Settings
@@ -102,7 +102,7 @@ def _common(entry: EndpointSettings) -> Callable[..., EndpointSpec]:
         EndpointSpec,
         engine=entry.engine,
         metrics=None
-        if entry.engine in {LBPROXY, OLLAMA} and "metrics" not in entry.model_fields_set
+        if entry.engine in {LBPROXY, OLLAMA, LM_STUDIO} and "metrics" not in entry.model_fields_set
         else entry.metrics,
         health=entry.health,
         models=entry.models,

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lbproxy.config.sections.engines import LBPROXY, OLLAMA, EngineSettings, MetricRatio, MetricSpec, Signal
+from lbproxy.config.sections.engines import LBPROXY, LM_STUDIO, OLLAMA, EngineSettings, MetricRatio, MetricSpec, Signal
 from lbproxy.core.engines.exposition import Scanner
 
 SIGNALS = ("waiting", "running", "kv_utilization", "block_size_tokens", "kv_blocks")
@@ -197,7 +197,8 @@ ENGINES: Mapping[str, EngineTable] = {
         running=_signal("lbproxy_endpoint_in_flight"),
         is_detected=False,
     ),
-    OLLAMA: EngineTable(is_detected=False),  # shows no load: it is known by its API
+    OLLAMA: EngineTable(is_detected=False),  # show no load: they are known by their API
+    LM_STUDIO: EngineTable(is_detected=False),
 }
 """By the name in the settings. The order decides between engines that have equally many families on a page."""
 

@@ -60,6 +60,28 @@ def _llama_cpp(entry: Fields) -> InMemory | None:
     return _one(entry.get("id"), meta.get("n_ctx") if isinstance(meta, dict) else None) if value == "loaded" else {}
 
 
+def _lm_studio(entry: Fields) -> InMemory | None:
+    """A model has instances, each with a name of its own, which is the model's unless somebody gave another. Requests
+    may use either.
+    """
+    instances = entry.get("loaded_instances")
+    if not isinstance(instances, list):
+        return None
+    found: InMemory = {}
+    for one in instances:
+        if isinstance(one, dict):
+            config = one.get("config")
+            found |= _one(one.get("id"), config.get("context_length") if isinstance(config, dict) else None)
+    return _one(entry.get("key"), None) | found if found else {}
+
+
+def _lm_studio_v0(entry: Fields) -> InMemory | None:
+    state = entry.get("state")
+    if not isinstance(state, str):
+        return None
+    return _one(entry.get("id"), entry.get("loaded_context_length")) if state == "loaded" else {}
+
+
 def _one(name: object, tokens: object) -> InMemory:
     return {name: read_number(tokens)} if isinstance(name, str) else {}
 
@@ -67,6 +89,10 @@ def _one(name: object, tokens: object) -> InMemory:
 LOADERS: Mapping[str, Loader] = {
     "ollama": Loader((LoadedPage("/api/ps", "models", _ollama),)),
     "llamacpp": Loader((LoadedPage("/v1/models", "data", _llama_cpp),), owner="llamacpp", always=False),
+    "lmstudio": Loader(  # a path that a version does not have is a 200 with an error
+        (LoadedPage("/api/v1/models", "models", _lm_studio), LoadedPage("/api/v0/models", "data", _lm_studio_v0)),
+        owner="organization_owner",
+    ),
 }
 """By the name in the settings."""
 

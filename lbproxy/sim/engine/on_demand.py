@@ -5,8 +5,8 @@ As Ollama's scheduler (server/sched.go, v0.14): requests are taken one after the
 or being loaded, goes there; another starts a load, if fewer than `most` are in memory. If not, the model that has been
 idle for longest gives way; where none is idle the request waits until one is, *and so do all behind it*, whatever their
 model. A model that nobody used for `keep_s` is unloaded. llama.cpp's router (tools/server/server-models.cpp)
-differs in that those behind go on if their model is in memory: not `holds_up`. Each model that is loaded has an engine
-of its own; what models cost one another is not simulated.
+differs in that those behind go on if their model is in memory: not `holds_up`. LM Studio is taken to do so, too. Each
+model that is loaded has an engine of its own; what models cost one another is not simulated.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from lbproxy.sim.engine.sequence import EngineGauges, Hold, RequestTooLong, SimR
 
 NEVER = float("inf")
 OLLAMA_KEEP_S = 300.0
+LM_STUDIO_KEEP_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -185,17 +185,17 @@ def describe(engine: str, kv_tokens: int, slots: int, *, role: str = "both", boo
 def models_body(
     model: str, *, created: int, max_model_len: int, engine: str = "vllm", adapters: Sequence[Json] = ()
 ) -> bytes:
-    """The body of /v1/models. `adapters`: their entries; of Ollama they are models like the first."""
+    """The body of /v1/models. `adapters`: their entries; of Ollama and LM Studio they are models like the first."""
     card = {
         "id": model,
         "object": "model",
         "created": created,
-        "owned_by": "library" if engine == "ollama" else engine,
+        "owned_by": {"ollama": "library", "lmstudio": "organization_owner"}.get(engine, engine),
         "root": model,
         "parent": None,
         "max_model_len": max_model_len,
         "permission": [],
     }
-    if engine == "ollama":
+    if engine in ("ollama", "lmstudio"):
         adapters = [card | {"id": one["id"], "root": one["id"]} for one in adapters]
     return orjson.dumps({"object": "list", "data": [card, *adapters]})

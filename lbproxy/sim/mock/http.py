@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -21,10 +22,9 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from lbproxy.sim.engine.model_server import ModelServer, make_server
-from lbproxy.sim.engine.on_demand import OnDemandEngine
 from lbproxy.sim.engine.presets import BLOCK_TOKENS
 from lbproxy.sim.engine.ranks import RankedEngine
-from lbproxy.sim.mock import families, on_demand_pages
+from lbproxy.sim.mock import families
 from lbproxy.sim.mock.adapters import LOAD_PATH, UNLOAD_PATH, Adapters
 from lbproxy.sim.mock.apis.fields import EngineError
 from lbproxy.sim.mock.connectors.legs import ServerConnector
@@ -35,6 +35,7 @@ from lbproxy.sim.mock.connectors.storage import Storage
 from lbproxy.sim.mock.exposition import CONTENT_TYPE, DESCRIPTIONS, Page, describe, models_body, render
 from lbproxy.sim.mock.faults import parse_faults
 from lbproxy.sim.mock.mock_options import MockOptions
+from lbproxy.sim.mock.on_demand_pages import on_demand_pages
 from lbproxy.sim.mock.sabotage import Handler, Saboteur
 from lbproxy.sim.mock.serving.desk import Desk, client_request_id, detail, fields_of, json_response
 from lbproxy.sim.mock.serving.driver import Driver
@@ -159,8 +160,6 @@ class MockServer:
             [
                 *api,
                 # FastAPI, unlike aiohttp, does not answer HEAD where it answers GET.
-                web.get("/v1/models", self._models, allow_head=False),
-                *([] if self._router is None else [web.get("/models", self._models, allow_head=False)]),
                 web.get("/health", self._health, allow_head=False),
                 web.get("/version", self._version, allow_head=False),
                 web.post(CLEAR_PATH, self.published.clear_cache),
@@ -170,8 +169,11 @@ class MockServer:
         )
         if self.options.engine == "vllm" or self.options.connector is not None:
             application.router.add_get("/metrics", self._metrics, allow_head=False)
-        for path in DESCRIPTIONS.get(self.options.engine, ()):
-            application.router.add_get(path, self._describe, allow_head=False)
+        said = {"/v1/models": self._models} | dict.fromkeys(DESCRIPTIONS.get(self.options.engine, ()), self._describe)
+        for path, make in on_demand_pages(self.options, self.driver.engine, self._created).items():
+            said[path] = partial(_send, make)
+        for path, handler in said.items():
+            application.router.add_get(path, handler, allow_head=False)
         if self.options.lora_updates:
             application.router.add_post(LOAD_PATH, self._load_adapter)
             application.router.add_post(UNLOAD_PATH, self._unload_adapter)
@@ -207,19 +209,7 @@ class MockServer:
 
     # What describes the server, or changes it.
 
-    @property
-    def _router(self) -> OnDemandEngine | None:
-        """llama.cpp's, in its form with several models."""
-        engine = self.driver.engine
-        return engine if isinstance(engine, OnDemandEngine) and self.options.engine == "llamacpp" else None
-
     async def _models(self, _request: web.Request) -> web.StreamResponse:
-        if self._router is not None:
-            return json_response(
-                on_demand_pages.llama_cpp_models(
-                    self._router, (self.options.model, *self.options.adapters), self._created
-                )
-            )
         body = models_body(
             self.options.model,
             created=self._created,
@@ -276,8 +266,6 @@ class MockServer:
         return web.Response(status=503 if self.driver.is_dead else 200)
 
     async def _describe(self, _request: web.Request) -> web.StreamResponse:
-        if self._router is not None:
-            return json_response(on_demand_pages.llama_cpp_props(self.options.max_loaded))
         tokens, slots = self.driver.engine.kv_blocks * BLOCK_TOKENS, self.options.hardware().max_sequences
         address = self.connector.address
         bootstrap_port = DEFAULT_PORT if address is None else address[1]
@@ -307,6 +295,10 @@ async def serve(options: MockOptions) -> None:
     """Run one server until cancelled."""
     async with MockServer(options):
         await asyncio.get_running_loop().create_future()
+
+
+async def _send(make: Callable[[], bytes], _request: web.Request) -> web.StreamResponse:
+    return json_response(make())
 
 
 @web.middleware

@@ -9,12 +9,12 @@ from math import inf
 from typing import Literal
 
 from lbproxy.sim.engine.fixed import FirstTokenSpread, FixedTimes
-from lbproxy.sim.engine.on_demand import OLLAMA_KEEP_S, Loading
+from lbproxy.sim.engine.on_demand import LM_STUDIO_KEEP_S, OLLAMA_KEEP_S, Loading
 from lbproxy.sim.engine.presets import PRESETS, Preset
 from lbproxy.sim.mock.adapters import MAX_ADAPTERS, Adapters
 from lbproxy.sim.mock.faults import parse_faults
 
-ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp", "ollama": "Ollama"}
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp", "ollama": "Ollama", "lmstudio": "LM Studio"}
 """Whom it can play, by the name that the settings of lbproxy use, and what each is called."""
 ROLES = ("both", "prefill", "decode")
 CONNECTORS = {"nixl": "vllm", "shared-storage": "vllm", "sglang": "sglang", "mooncake": "vllm"}
@@ -52,7 +52,7 @@ class MockOptions:
     speed: float = 1.0
     seed: int = 0
     """The seed of responses and of jitter. Servers with the same seed answer alike."""
-    engine: Literal["vllm", "sglang", "llamacpp", "ollama"] = "vllm"
+    engine: Literal["vllm", "sglang", "llamacpp", "ollama", "lmstudio"] = "vllm"
     """Whose name its models carry, and how it describes itself; all else is vLLM's. Only vLLM shows metrics: the others
     do not unless they are told to."""
     metric_names: Literal["current", "old"] = "current"
@@ -63,8 +63,8 @@ class MockOptions:
     adapters: tuple[str, ...] = ()
     max_loras: int = 1
     max_loaded: int = 3
-    """Models in memory at a time, with engine ollama: `adapters` are further models then. With llamacpp, too, which is
-    a router if there are any."""
+    """Models in memory at a time, with engine ollama or lmstudio: `adapters` are further models then. With llamacpp,
+    too, which is a router if there are any."""
     load_time: float = 0.0
     """Seconds that loading one takes."""
     lora_updates: bool = False
@@ -200,11 +200,11 @@ class MockOptions:
     def loading(self) -> Loading | None:
         """What a server that loads models on demand needs for that; None = it is none."""
         is_router = self.engine == "llamacpp" and len(self.adapters) > 0
-        if self.engine != "ollama" and not is_router:
+        if self.engine not in ("ollama", "lmstudio") and not is_router:
             return None
         return Loading(
             load_s=dict.fromkeys((self.model, *self.adapters), self.load_time),
             most=self.max_loaded,
-            keep_s=inf if is_router else OLLAMA_KEEP_S,
-            holds_up=not is_router,
+            keep_s=inf if is_router else LM_STUDIO_KEEP_S if self.engine == "lmstudio" else OLLAMA_KEEP_S,
+            holds_up=self.engine == "ollama",
         )

@@ -140,6 +140,51 @@ def test_models_in_memory_are_asked_for_while_an_endpoint_loads_them(engine: str
     run(main())
 
 
+STUDIO = {
+    "/v1/models": answer(b'{"data":[{"id":"a","object":"model","owned_by":"organization_owner"}],"object":"list"}'),
+    "/api/v1/models": answer(b'{"error":"Unexpected endpoint or method. (GET /api/v1/models)"}'),
+    "/api/v0/models": answer(b'{"data":[{"id":"a","state":"loaded","loaded_context_length":4096}]}'),
+}
+
+
+@pytest.mark.parametrize("engine", ["auto", "lmstudio"])
+def test_an_old_lm_studio_is_asked_where_it_says_it(engine: str) -> None:
+    """A newer path is tried once, not each second."""
+
+    async def main() -> None:
+        async with (
+            ScriptedEndpoint({"/health": OK, **STUDIO}) as server,
+            rig(replace(spec(server), engine=engine)) as r,
+            running(r.prober(r.endpoints[0]).run),
+        ):
+
+            def asked(path: str) -> int:
+                return [one.path for one in server.requests].count(path)
+
+            await until(lambda: asked("/api/v0/models") > 2)
+            assert asked("/api/v1/models") <= 2  # to recognise it, and the first time
+            (snapshot,) = r.balancer.snapshot(now=r.runtime.now()).in_memory.values()
+            assert [one.model for one in snapshot] == ["a"]
+
+    run(main())
+
+
+@pytest.mark.parametrize("owner", [b"organization_owner", b"vllm", b"lmstudio"])
+def test_servers_that_are_no_lm_studio_are_not_asked_as_one(owner: bytes) -> None:
+    """But once for a list of models that looks like one."""
+
+    async def main() -> None:
+        listed = answer(b'{"data":[{"id":"a","owned_by":"%b"}]}' % owner)
+        async with ScriptedEndpoint({"/v1/models": listed}) as server, rig() as r:
+            said = await ask_models(spec(server), r.connections, 5.0)
+            assert said.cards is not None
+            assert said.cards[0].engine is None
+            asked = [one.path for one in server.requests if one.path in STUDIO]
+            assert asked == [*STUDIO] if owner == b"organization_owner" else ["/v1/models"]
+
+    run(main())
+
+
 def test_models_are_known_before_the_endpoint_is_up() -> None:
     """Else the first requests would be placed on endpoints that do not serve their model."""
 

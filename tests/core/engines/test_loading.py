@@ -43,10 +43,39 @@ EXPECTED: dict[tuple[str, str], tuple[dict[str, list[dict[str, object]]], InMemo
         },
         {"one-GGUF:Q4_K_M": 4096, "two": None},
     ),
+    ("lmstudio", "/api/v1/models"): (
+        {
+            "models": [
+                {
+                    "type": "llm",
+                    "key": "a",
+                    "loaded_instances": [{"id": "a", "config": {"context_length": 4096, "flash_attention": True}}],
+                    "max_context_length": 32768,
+                },
+                {
+                    "type": "llm",
+                    "key": "b",
+                    "loaded_instances": [{"id": "mine", "config": {"context_length": 4096}}, {"id": "b:2"}],
+                },
+                {"type": "embedding", "key": "c", "loaded_instances": [], "max_context_length": 2048},
+            ]
+        },
+        {"a": 4096, "b": None, "mine": 4096, "b:2": None},
+    ),
+    ("lmstudio", "/api/v0/models"): (
+        {
+            "data": [
+                {"id": "a", "type": "llm", "state": "loaded", "loaded_context_length": 4096},
+                {"id": "b", "type": "vlm", "state": "loaded", "max_context_length": 32768},
+                {"id": "c", "type": "embeddings", "state": "not-loaded", "max_context_length": 2048},
+                {"id": "d", "type": "llm", "state": "loading"},
+            ]
+        },
+        {"a": 4096, "b": None},
+    ),
 }
 """Of each page what it may say, and what is read."""
-NAMES = {page.path: next(iter(EXPECTED[key][0][page.entries][0])) for key, page in PAGES.items()}
-"""The field that names a model."""
+NAMES = {"/api/ps": "name", "/v1/models": "id", "/api/v1/models": "key", "/api/v0/models": "id"}
 
 
 @pytest.mark.parametrize("key", PAGES)
@@ -106,11 +135,13 @@ def test_a_llama_cpp_of_one_model_is_no_router() -> None:
     assert read_loaded(page, b'{"data":[{"id":"m","owned_by":"llamacpp","meta":{"n_ctx":4096}}]}') is None
     assert not loads_always("llamacpp")
     assert loads_always("ollama")
+    assert loads_always("lmstudio")
     assert not loads_always("vllm")
 
 
 @pytest.mark.parametrize(
-    ("owner", "engine"), [("llamacpp", "llamacpp"), ("library", None), ("vllm", None), (None, None)]
+    ("owner", "engine"),
+    [("llamacpp", "llamacpp"), ("organization_owner", "lmstudio"), ("library", None), ("vllm", None), (None, None)],
 )
 def test_the_owner_of_models_names_an_engine(owner: str | None, engine: str | None) -> None:
     assert loader_named(owner) == engine

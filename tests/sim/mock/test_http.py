@@ -508,6 +508,24 @@ def test_llama_cpp_with_several_models_is_a_router() -> None:
     run(test, options)
 
 
+def test_lm_studio_says_which_models_it_has_loaded_at_two_paths() -> None:
+    options = dataclasses.replace(FAST, engine="lmstudio", adapters=("b",), max_loaded=1)
+
+    async def test(server: MockServer, _: openai.AsyncOpenAI) -> None:
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            cards = (await client.get("/v1/models")).json()["data"]
+            assert [(one["id"], one["owned_by"]) for one in cards] == [
+                (name, "organization_owner") for name in ("sim", "b")
+            ]
+            assert (await client.post("/v1/completions", json={"model": "b", "prompt": "x"})).status_code == 200
+            models = (await client.get("/api/v1/models")).json()["models"]
+            assert [(one["key"], len(one["loaded_instances"])) for one in models] == [("sim", 0), ("b", 1)]
+            older = (await client.get("/api/v0/models")).json()["data"]
+            assert [(one["id"], one["state"]) for one in older] == [("sim", "not-loaded"), ("b", "loaded")]
+
+    run(test, options)
+
+
 def test_ranks_prefill_side_by_side_and_are_one_page() -> None:
     async def test(server: MockServer, client: openai.AsyncOpenAI) -> None:
         asks = [client.completions.create(model="sim", prompt=f"{n}", max_tokens=5, n=1) for n in range(6)]
