@@ -134,19 +134,21 @@ def _add_mock(mock: argparse.ArgumentParser) -> None:
     what = "with --ttft: time from token to token (default: 0.02)"
     mock.add_argument("--token-time", type=_seconds, default=0.02, metavar="DURATION", help=what)
     what = "the engine that it reports as in its models and server info (default: vllm); only vllm has metrics"
-    mock.add_argument("--engine", choices=["vllm", "sglang", "llamacpp", "ollama"], default="vllm", help=what)
+    mock.add_argument(
+        "--engine", choices=["vllm", "sglang", "llamacpp", "ollama", "lmstudio"], default="vllm", help=what
+    )
     mock.add_argument(
         "--metric-names", choices=["current", "old"], default="current", help="old: the names of vLLM 0.8"
     )
     mock.add_argument("--seed", type=int, default=0, help="servers with the same seed give the same responses")
     what = "a fault, such as 'status code=503 share=0.2 for=10'; may be given several times"
     mock.add_argument("--fault", action="append", default=[], help=what)
-    what = "a LoRA adapter that it serves, or a further model of --engine ollama; may be given several times"
+    what = "a LoRA adapter, or a further model of --engine ollama, llamacpp, lmstudio; may be given several times"
     mock.add_argument("--adapter", action="append", default=[], metavar="NAME", help=what)
     mock.add_argument(
         "--max-loras", type=int, default=1, help="adapters that run at the same time (default: 1, as in vLLM)"
     )
-    what = "models in memory at a time, with --engine ollama (default: 3)"
+    what = "models in memory at a time, with --engine ollama, llamacpp, lmstudio (default: 3)"
     mock.add_argument("--max-loaded", type=int, default=3, metavar="N", help=what)
     what = "how long loading one takes (default: 0)"
     mock.add_argument("--load-time", type=_seconds, default=0.0, metavar="DURATION", help=what)

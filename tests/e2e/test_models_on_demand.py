@@ -13,7 +13,7 @@ from tests.support.process import lbproxy, mock
 
 
 @pytest.mark.parametrize("workers", ["", "workers: 2\n"])
-@pytest.mark.parametrize("engine", ["ollama", "llamacpp"])
+@pytest.mark.parametrize("engine", ["ollama", "llamacpp", "lmstudio"])
 def test_models_are_loaded_where_there_is_room_and_warm_ones_are_used(
     tmp_path: Path, engine: str, workers: str
 ) -> None:
