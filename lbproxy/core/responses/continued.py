@@ -94,6 +94,11 @@ def stops_of(fields: Mapping[str, object]) -> tuple[str, ...]:
     return tuple(one for one in found if type(one) is str and one)
 
 
+def held_back(fields: Mapping[str, object]) -> int:
+    """How many characters of its text vLLM keeps back until its end (v1/engine/detokenizer.py, `stop_buffer_length`)."""
+    return 0 if fields.get("include_stop_str_in_output") else max(map(len, stops_of(fields)), default=1) - 1
+
+
 def wants_usage(fields: Mapping[str, object]) -> bool:
     """Whether the client asks for an event with the usage."""
     options = fields.get("stream_options")

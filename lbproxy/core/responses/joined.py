@@ -40,6 +40,7 @@ class JoinedStream:
         """Events of the first server that passed, and were not read yet."""
         self._identity: dict[str, Any] = {}
         self._said: list[str] = []
+        """The text, by the events that have a token each: after a move, what was said before is one piece."""
         self.text_bytes = 0
         self._tokens = [0, 0, 0]
         """Of all servers; up to the last that did not end in white space; of the servers before the present one."""
@@ -93,21 +94,23 @@ class JoinedStream:
 
     def _event_by_event(self, data: bytes) -> bytes:
         """The same of events that may say that the server failed, or are of a server that goes on. If the first event
-        says so, nothing began, and it passes like that of any stream.
+        of all says so, nothing began, and it passes like that of any stream.
         """
         self.read()
-        if self._seam is None and not self._identity:
-            self._unread += data
-            self.read()
-            self.failure = None
-            return data
+        began = self._seam is not None or bool(self._identity)
         passed: list[bytes] = []
         for event in data.replace(b"\r\n", b"\n").split(b"\n\n"):
             lines = event.split(b"\n")
             said = [one for one in lines if one.startswith(_DATA)]
             body = self._read_line(said[0]) if len(said) == 1 else None
+            if self.failure is not None and not began:
+                self._unread += data
+                self.read()
+                self.failure = None
+                return data
             if self.failure is not None:
                 break
+            began = began or bool(event)
             if body is not None and self._seam is not None and not self.obstacle:
                 event = self._as_one(body)  # noqa: PLW2901
             if event:
@@ -166,6 +169,8 @@ class JoinedStream:
                 choice["finish_reason"] = "stop"
         if text:
             self._note_text(text)
+        elif "role" not in delta:
+            self._said.append("")
         reason = choice.get("finish_reason")
         if reason == "abort":
             self.failure = "its server ended it"
@@ -196,20 +201,41 @@ class JoinedStream:
 
     # A server that goes on
 
-    def move(self, stops: tuple[str, ...]) -> tuple[str, int]:
+    def move(self, stops: tuple[str, ...], held: int = 0, *, exactly: bool = True) -> tuple[str, int]:
         """Another server goes on. Returns the text that it gets, and how many tokens that is: without white space at
-        its end, which templates may strip. `stops`: the texts that end the response.
+        its end, which templates may strip. `stops`: the texts that end the response; `held`: so many characters of what
+        it had generated the server kept back, as they might begin one of them. So what came ends within a token, which
+        no engine goes on with as if it were whole: if a server repeats `exactly` what another said, it gets the text up
+        to the last whole token, and repeats the rest.
         """
         text = "".join(self._said)
-        kept = text.rstrip()
+        kept, tokens = text.rstrip(), self._tokens[1]
+        if held:
+            end, whole = self._whole_tokens(len(kept), held)
+            if exactly:
+                kept, tokens = text[:end].rstrip(), whole - text[:end][-1:].isspace()
+            else:
+                tokens = whole + round((len(kept) - end) * self._tokens[0] / (len(text) + held))
         self._said = [text]
         self._tail = b""
-        self._tokens[0] = self._tokens[2] = self._tokens[1] if kept else 0
-        self._tokens[1] = self._tokens[0]
+        self._tokens[0] = self._tokens[2] = self._tokens[1] = max(0, tokens) if kept else 0
         self.moves += 1
         self._seam = Seam(text[len(kept) :], text, stops)
+        self._seam.kept = len(kept)
         self.failure = None
         return kept, self._tokens[0]
+
+    def _whole_tokens(self, end: int, held: int) -> tuple[int, int]:
+        """Where the last token ends that ends before `end`, in characters, and how many tokens that is. Each event came
+        when there were `held` characters more than it sent.
+        """
+        sent, tokens = sum(map(len, self._said)), self._tokens[0]
+        for piece in reversed(self._said if self._seam is None else self._said[1:]):
+            if piece and sent and sent + held <= end:
+                return sent + held, tokens
+            sent -= len(piece)
+            tokens -= 1
+        return (0, 0) if self._seam is None else (self._seam.kept, self._tokens[2])
 
     def _as_one(self, said: dict[str, Any]) -> bytes:
         """An event of a server that goes on, as one of the first server. Empty: it says nothing new."""
@@ -293,6 +319,8 @@ class Seam:
         self._most = max(map(len, stops), default=1) - 1
         self._before = before[-self._most :] if self._most else ""
         self._after = ""
+        self.kept = 0
+        """So many characters the server was told of."""
         self.stopped = False
         """One of `stops` was completed by the text of the server that goes on."""
 

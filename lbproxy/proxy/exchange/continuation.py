@@ -20,6 +20,7 @@ from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.core.responses.continued import (
     NotContinuedError,
     continued,
+    held_back,
     read_continued,
     stops_of,
     tokens_left,
@@ -90,16 +91,17 @@ class Continuation:
             if not runtime.after_failure(ticket, asked, ()).retry:
                 why = "no other endpoint is left, or no budget for it"
         if why is None:
-            request, placed = self._next()
+            request, placed = self._next(ticket)
             ended = Outcome.CLIENT_CLOSED if error.kind is FailureKind.STRANDED else Outcome.UPSTREAM_BROKE
             self.exchange.go_on(request, placed, error, ended)
         return why
 
-    def _next(self) -> tuple[ClientRequest, InferenceRequest]:
+    def _next(self, ticket: Ticket) -> tuple[ClientRequest, InferenceRequest]:
         """The request for another server."""
         joined, (request, placed) = self.joined, self._first
         fields = self._read()
-        text, tokens = joined.move(stops_of(fields))
+        held = held_back(fields) if is_engine(ticket.placed_state, "vllm") else 0
+        text, tokens = joined.move(stops_of(fields), held, exactly=fields.get("temperature") == 0)
         body = continued(fields, chat=self._is_chat, text=text, tokens=tokens)
         left = tokens_left(fields, tokens)
         # The balancer sees the same prompt, which the client's usage tells of, too. Its first byte is not due any more.
@@ -128,7 +130,12 @@ class Continuation:
 
 def goes_on(state: EndpointState) -> bool:
     """Whether an endpoint is known to go on with a text."""
-    return state.endpoint.engine in ENGINES or engine_of(list((state.models or {}).values())) in ENGINES
+    return is_engine(state, *ENGINES)
+
+
+def is_engine(state: EndpointState, *engines: str) -> bool:
+    """Whether an endpoint is said to be one of these, or says so itself."""
+    return state.endpoint.engine in engines or engine_of(list((state.models or {}).values())) in engines
 
 
 class JoinedRelay(Relay):

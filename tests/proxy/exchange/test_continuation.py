@@ -144,7 +144,8 @@ def test_what_says_nothing_that_looks_back_goes_on(fields: dict[str, Any]) -> No
     async def main() -> None:
         async with fleet("") as (it, _):
             whole = await it.ask(post(asked(CHAT, 1, **fields)))
-        async with fleet("break how=rst events=9", "break how=rst events=9") as (it, _):
+        # Simulated servers keep nothing back for `stop`, as vLLM does: tests/core/responses/test_joined.py.
+        async with fleet(*["break how=rst events=9"] * 2, engines=("sglang", "sglang")) as (it, _):
             check_one(await it.ask(body_of(**fields)), CHAT, whole)
 
     run(main())

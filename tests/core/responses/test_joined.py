@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One stream made of several: what a real vLLM sends when it dies, and where its text ends if it keeps some back."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import orjson
+import pytest
+
+from lbproxy.core.responses.continued import held_back
+from lbproxy.core.responses.joined import DONE, JoinedStream
+
+HEAD = (
+    b'data: {"id":"chatcmpl-ba3aaf76255d9747","object":"chat.completion.chunk","created":1796014996,"model":"tiny",'
+    b'"choices":[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}],'
+    b'"prompt_token_ids":null,"prompt_text":null}\n\n'
+)
+DYING = (
+    b'data: {"error": {"message": "EngineCore encountered an issue. See stack trace (above) for the root cause.", '
+    b'"type": "InternalServerError", "param": null, "code": 500}}\n\n'
+)
+"""vLLM 0.32.0, when its engine was killed, and at SIGTERM with its default --shutdown-timeout. [DONE] and a last chunk
+follow, as after a response that is complete.
+"""
+
+
+def token(text: str, reason: str | None = None) -> bytes:
+    """An event of vLLM 0.32.0."""
+    choice = {"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": reason, "token_ids": None}
+    said = {"id": "chatcmpl-ba3aaf76255d9747", "object": "chat.completion.chunk", "created": 1796014996}
+    return b"data: " + orjson.dumps(said | {"model": "tiny", "choices": [choice]}) + b"\n\n"
+
+
+@pytest.mark.parametrize("piece", [1, 100, 100_000])
+@pytest.mark.parametrize("last", [DYING, token("", "abort")])
+def test_what_a_dying_server_says_is_not_relayed_and_is_no_end(last: bytes, piece: int) -> None:
+    """Else the client takes half of a response for a whole one."""
+    stream = JoinedStream(chat=True)
+    before = HEAD + token("One,") + token(" two")
+    raw = before + last + DONE
+    passed = b"".join(stream.feed(raw[at : at + piece]) for at in range(0, len(raw), piece))
+    assert passed == before
+    assert stream.failure is not None
+    assert not stream.is_over
+    assert stream.finish_reason is None
+    assert stream.move(()) == ("One, two", 2)
+
+
+TOKENS = [
+    "The",
+    " sea",
+    " is",
+    " vast",
+    ",\n",
+    "\n",
+    "and",
+    " my",
+    "sterious",
+    " 海",
+    "",
+    "洋",
+    " waves",
+    " of",
+    " blue",
+]
+
+
+@pytest.mark.parametrize("stop", ["x", "no", ["one", "another"], "a text longer than any of the tokens"])
+def test_a_server_that_keeps_characters_back_is_continued_from_a_whole_token(stop: object) -> None:
+    """An engine that is told "mys" goes on with other words than "terious", as no text has these tokens. What it then
+    repeats of the text is dropped. The tokens of which the text does not come yet are not counted, or the response
+    would be so much shorter.
+    """
+    held = held_back({"stop": stop})
+    whole = "".join(TOKENS)
+    ends = [len("".join(TOKENS[:number])) for number in range(len(TOKENS) + 1)]
+    sent = [whole[: max(0, end - held)] for end in ends]
+    for many in range(1, len(TOKENS) + 1):
+        stream = JoinedStream(chat=True)
+        events = b"".join(token(after[len(before) :]) for before, after in pairwise(sent[: many + 1]))
+        got = stream.feed(HEAD + events)
+        assert got
+        stream.read()
+        kept, tokens = stream.move((), held, exactly=True)
+        assert sent[many].startswith(kept)
+        if held:
+            known = [number for number, end in enumerate(ends) if held < end <= len(sent[many].rstrip())]
+            last = ends.index(ends[known[-1]]) if known else 0  # before, nothing is known
+            assert kept == whole[: ends[last]].rstrip()
+            assert tokens == last - (kept != whole[: ends[last]])
+        rest = stream.feed(token(whole[len(kept) :]))
+        said = [orjson.loads(line[6:]) for line in rest.split(b"\n") if line]
+        assert sent[many] + "".join(one["choices"][0]["delta"]["content"] for one in said) == whole
