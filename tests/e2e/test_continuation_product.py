@@ -96,8 +96,8 @@ def test_no_stream_breaks_and_each_says_what_it_would_have_said(tmp_path: Path, 
         limits, done = asyncio.Semaphore(AT_ONCE), asyncio.Event()
 
         async def one(client: aiohttp.ClientSession, number: int) -> None:
-            whole = await streamed(client, undisturbed, number)
             async with limits:
+                whole = await streamed(client, undisturbed, number)
                 try:
                     found = await streamed(client, listen, number)
                 except (AssertionError, aiohttp.ClientError) as error:
