@@ -95,7 +95,7 @@ def stops_of(fields: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def held_back(fields: Mapping[str, object]) -> int:
-    """How many characters of its text vLLM keeps back until its end (v1/engine/detokenizer.py, `stop_buffer_length`)."""
+    """How many characters of its text vLLM keeps back until its end (`stop_buffer_length` in v1/engine/detokenizer)."""
     return 0 if fields.get("include_stop_str_in_output") else max(map(len, stops_of(fields)), default=1) - 1
 
 
