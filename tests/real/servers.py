@@ -26,6 +26,7 @@ from typing import Any
 
 import httpx
 
+from tests.real.cutting import CuttingRelay, Scissors
 from tests.real.environment import FOLDER, PACKAGES, Environment
 from tests.support.aio import run, until
 from tests.support.process import LBPROXY
@@ -408,6 +409,48 @@ def seeing(environment: Environment, model: str) -> Iterator[Small]:
     both = [vllm(environment, f"{model}-{core + 1}", "", core, *options, env=env, model=path) for core in (0, 1)]
     with behind_lbproxy(both, f"lbproxy-{model}") as found:
         yield found
+
+
+@dataclass(frozen=True)
+class Talking(Small):
+    """Two that have a trained model, each behind a relay, and lbproxy, which has streams go on."""
+
+    scissors: Scissors
+
+    def forget(self) -> None:
+        """Nothing is in their prefix caches any more."""
+        for server in self.vllm:
+            httpx.post(f"{server.url}/reset_prefix_cache", timeout=30).raise_for_status()
+
+    def health(self) -> list[str]:
+        """Of each, as lbproxy sees it."""
+        return [one["health"] for one in httpx.get(f"{self.admin}/admin/state", timeout=30).json()["endpoints"]]
+
+
+@contextmanager
+def talking(environment: Environment) -> Iterator[Talking]:
+    """Every process is killed at the end. What lbproxy thinks of servers that die so often is tested elsewhere."""
+    LOGS.mkdir(exist_ok=True)
+    env = {"VLLM_SERVER_DEV_MODE": "1"}
+    options = ["--num-gpu-blocks-override", "400"]
+    both = [vllm(environment, f"words-{n}", "", 2, *options, env=env, model=environment.words) for n in (1, 2)]
+    scissors = Scissors()
+    relays = [CuttingRelay(server.url, scissors) for server in both]
+    more = f"models: {{{MODEL}: {{continue: true}}}}\nrouting: {{policy: round-robin}}\n"
+    more += "breaker: {consecutive_failures: null, success_rate: 0}\n"
+    with killed_at_the_end(*both) as daemons:
+        for server in both:
+            server.start()
+        for server in both:
+            server.wait_until_ready()
+            server.warm_up()
+        behind = [LlmServer(server.name, [], relay.url) for server, relay in zip(both, relays, strict=True)]
+        proxy, admin = lbproxy(behind, "lbproxy-words", more=more)
+        daemons.append(proxy)
+        proxy.wait_for(lambda: status(f"{proxy.url}/v1/models") == 200, "/v1/models is 200")
+        yield Talking(both, proxy, admin, scissors)
+    for relay in relays:
+        relay.close()
 
 
 @dataclass(frozen=True)
