@@ -150,7 +150,7 @@ def test_no_stream_breaks_and_each_says_what_it_would_have_said(tmp_path: Path, 
         )
         process.wait_for("serves m")
         began = time.monotonic()
-        failed = run(main(listen, admin, undisturbed, servers))
+        failed = run(main(listen, admin, undisturbed, servers), timeout_s=1000.0)
         moves = sum(cast(int, line.get("moves", 0)) for line in process.lines("request"))
         print(f"{count} streams in {time.monotonic() - began:.0f} s, {moves} moves, {dict(failed)}")
         assert failed.pop("deaths") > 0

@@ -70,6 +70,19 @@ def named_in_path(path: str) -> list[str]:
 
 def named_in_body(fields: Mapping[str, object]) -> Iterator[str]:
     """The ids in a request body, those of the outermost object first."""
+    for name, value in _named_values(fields):
+        if name == _CONVERSATION:
+            yield from _ids(value.get("id") if isinstance(value, dict) else value)
+        elif name.endswith(_REFERENCES):
+            yield from _ids(value)
+
+
+def refers(fields: Mapping[str, object], *endings: str) -> bool:
+    """Whether a name in a request body ends so, as far as `named_in_body` looks."""
+    return any(name.endswith(endings) for name, _ in _named_values(fields))
+
+
+def _named_values(fields: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     level: list[object] = [fields]
     left = MAX_VALUES
     for _ in range(MAX_DEPTH):
@@ -80,13 +93,10 @@ def named_in_body(fields: Mapping[str, object]) -> Iterator[str]:
                 left -= 1
                 if left < 0:
                     return
+                if name == _CLIENTS_OWN:
+                    continue
                 if isinstance(name, str):
-                    if name == _CONVERSATION:
-                        yield from _ids(value.get("id") if isinstance(value, dict) else value)
-                    elif name.endswith(_REFERENCES):
-                        yield from _ids(value)
-                    elif name == _CLIENTS_OWN:
-                        continue
+                    yield name, value
                 if isinstance(value, dict | list):
                     inner.append(value)
         level = inner

@@ -36,7 +36,7 @@ from lbproxy.core.requests.outline import PARSE_AT_ONCE_BYTES, UNCUT_STRING_BYTE
 from lbproxy.core.requests.prompt_keys import BlockKey, hash_prompt
 from lbproxy.core.requests.prompts import Flattening, Prompt
 from lbproxy.core.requests.request import WHOLE, InferenceRequest
-from lbproxy.core.responses.objects import named_in_body, named_in_path
+from lbproxy.core.responses.objects import named_in_body, named_in_path, refers
 from lbproxy.driver.request_runtime import RequestRuntime
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.handshake import query_model, query_models, with_query_model
@@ -72,11 +72,10 @@ class LargeFacts(NamedTuple):
 
 MAX_ID_CHARS: Final = 160
 """The longest id of a stored response."""
-MAX_SEARCHED_BYTES: Final = 4 << 20
-"""How much of a body is searched for the names of ids before it is walked: 1 ms."""
-_FILE_ID: Final = b'"file_id"'
-_REFERENCES: Final = frozenset({b'file_id"', b'_ids"'})
-"""What names objects in a request of inference."""
+SEARCHED_BYTES: Final = 128 << 10
+"""Up to this size a body is searched for the names of ids before its values are looked at, as that takes longer."""
+_REFERENCES: Final = frozenset({"file_id", "_ids"})
+"""How names end that name objects in a request of inference."""
 _CREATES: Final = frozenset({"POST", "PATCH"})
 _ANY_MODEL: Final = "Batches, calls and servers' own paths of models are not for clients with models of their own."
 _UNNAMED: Final = CUSTOM._replace(is_inference=False)
@@ -315,7 +314,7 @@ class RequestReader:
             request.route.flatten is None
             or not request.route.is_common
             or "store" in read
-            or (self._runtime.stored_responses and request.body.find(_FILE_ID, 0, MAX_SEARCHED_BYTES) >= 0)
+            or (self._runtime.stored_responses and _refers(request.body, read, "file_id"))
         ):
             response_id, stores = self._storage(request, read)
             repeatable = repeatable and not read.get("background")  # it would run to its end each time
@@ -375,7 +374,7 @@ class RequestReader:
         if (
             route.name == OTHER
             or "conversation" in fields
-            or (self._runtime.stored_responses and _has_references(request.body))
+            or (self._runtime.stored_responses and _refers(request.body, fields, *_REFERENCES))
         ):
             named += named_in_body(fields)
         known = next((one for one in named if self._runtime.stored(one) is not None), None)
@@ -577,8 +576,11 @@ def _naming_of(request: ClientRequest, large: Large | None = None) -> Naming:
     return Naming(())
 
 
-def _has_references(body: bytes) -> bool:
-    return any(body.find(one, 0, MAX_SEARCHED_BYTES) >= 0 for one in _REFERENCES)
+def _refers(body: bytes, fields: Mapping[str, object], *endings: str) -> bool:
+    """Whether a request may name an object, under a name that ends so."""
+    if len(body) > SEARCHED_BYTES:
+        return refers(fields, *endings)
+    return any(body.find(f'{one}"'.encode()) >= 0 for one in endings)
 
 
 def _may_be_split(request: ClientRequest, fields: Mapping[str, object]) -> bool:

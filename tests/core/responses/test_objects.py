@@ -15,6 +15,7 @@ from lbproxy.core.responses.objects import (
     is_object_id,
     named_in_body,
     named_in_path,
+    refers,
 )
 from lbproxy.core.responses.sse import BodyScanner
 
@@ -91,3 +92,6 @@ def test_what_a_body_names() -> None:
     }
     assert list(named_in_body(body)) == ["file-1", "conv_1", "file-2", "vs_1", "vs_2", "file-3"]
     assert list(named_in_body({"conversation": "conv_2"})) == ["conv_2"]
+    assert refers(body, "file_id")
+    assert refers({"tools": body["tools"]}, "file_id", "_ids")
+    assert not refers({"metadata": {"file_id": "file-7"}, "messages": parts[:1]}, "file_id", "_ids")

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from lbproxy.proxy.request.reading import SEARCHED_BYTES
 from tests.support.aio import run
 from tests.support.endpoint import LAST, Received, Script, ScriptedEndpoint, Wire, answer, chunk
 from tests.support.rig import Reply, Rig, post, rig
@@ -66,6 +67,25 @@ FOLLOW_UPS = {
     ),
     "a chat about a file": lambda one: post(
         body(model="m", messages=[{"role": "user", "content": [{"type": "file", "file": {"file_id": one}}]}])
+    ),
+    "a long chat about a file": lambda one: post(
+        body(
+            model="m",
+            messages=[
+                {"role": "user", "content": [{"type": "file", "file": {"file_id": one}}]},
+                {"role": "tool", "tool_call_id": "call_1", "content": "word " * (SEARCHED_BYTES // 4)},
+            ],
+        )
+    ),
+    "a long response about a file": lambda one: post(
+        body(
+            model="m",
+            input=[
+                {"role": "user", "content": [{"type": "input_file", "file_id": one}]},
+                {"role": "user", "content": "word " * (SEARCHED_BYTES // 4)},
+            ],
+        ),
+        "/v1/responses",
     ),
 }
 
