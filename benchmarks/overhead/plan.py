@@ -140,7 +140,9 @@ def _run(stage: Stage, subjects: Sequence[Subject], section: Section) -> None:
                 try:
                     figures = _window(stage, port, server_pid, target)
                 except LoadError as e:
-                    _fail(section, load, name, f"{e} {target.last_words() if target else ''}".strip())
+                    if target:
+                        say(f"{name}: {target.last_words()}")
+                    _fail(section, load, name, str(e).partition(";")[0])
                     del running[name]
                     continue
                 section["rounds"].append({"subject": name, "number": number, "figures": figures})

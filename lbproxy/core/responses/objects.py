@@ -26,7 +26,7 @@ MAX_VALUES: Final = 4096
 """Values of a request that are looked at: 0.3 ms."""
 MAX_DEPTH: Final = 6
 _ID: Final = re.compile(r"(?=[a-z_-]*[0-9A-Z])[A-Za-z0-9_-]{4,160}")
-_REFERENCES: Final = ("_id", "_ids", "_file", "_files")
+_REFERENCES = ("_id", "_ids", "_file", "_files")
 _CLIENTS_OWN: Final = "metadata"
 _CONVERSATION: Final = "conversation"
 
