@@ -57,4 +57,5 @@ def test_models_are_loaded_where_there_is_room_and_warm_ones_are_used(
         rest = next(model for model in "ab" if homes[model] != third)
         assert ask(rest) == homes[rest]
         loads = [line for line in process.lines("sleep") if line["to"] == "waking"]
-        assert [line["model"] for line in loads] == ["a", "b", "c"]
+        # The first may be asked for before it is known what its server has in memory.
+        assert [line["model"] for line in loads if line["model"] != "a"] == ["b", "c"]
