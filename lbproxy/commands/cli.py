@@ -133,6 +133,8 @@ def _add_mock(mock: argparse.ArgumentParser) -> None:
     mock.add_argument("--ttft-form", choices=forms, default="uniform", help=what)
     what = "with --ttft: time from token to token (default: 0.02)"
     mock.add_argument("--token-time", type=_seconds, default=0.02, metavar="DURATION", help=what)
+    what = "tokens in one event of a stream of text, as vLLM's (default: 1)"
+    mock.add_argument("--stream-interval", type=int, default=1, metavar="TOKENS", help=what)
     what = "the engine that it reports as in its models and server info (default: vllm); only vllm has metrics"
     mock.add_argument(
         "--engine", choices=["vllm", "sglang", "llamacpp", "ollama", "lmstudio"], default="vllm", help=what

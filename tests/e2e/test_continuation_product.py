@@ -29,7 +29,7 @@ STREAMS = int(os.environ.get("LBPROXY_TEST_STREAMS", "0"))
 TOKENS = 150 if STREAMS else 60
 TOKEN_TIME = "0.2" if STREAMS else "0.05"
 AT_ONCE, SERVERS, EVERY_S, LEAST_UP = (200, 8, 2.0, 5) if STREAMS else (10, 3, 0.7, 3)
-"""None is killed while fewer are up, in truth and as lbproxy sees it: on a busy machine they start and are seen late."""
+"""None is killed while fewer are up, in truth and as lbproxy sees it: on a busy machine both are late."""
 SETTINGS = "models: {m: {continue: true}}\nhealth: {interval: 500ms, down_interval: 500ms}\n"
 
 

@@ -122,3 +122,20 @@ def continued(fields: Mapping[str, object], *, chat: bool, text: str, tokens: in
     assert isinstance(messages, list)
     changed["messages"] = [*messages, {"role": "assistant", "content": text}]
     return orjson.dumps(changed | {"continue_final_message": True, "add_generation_prompt": False})
+
+
+def count_request(fields: Mapping[str, object], text: str, *, name: str) -> bytes:
+    """The body of the request for the number of a text's tokens: of /tokenize, where the text is called `name`."""
+    model = {} if "model" not in fields else {"model": fields["model"]}
+    return orjson.dumps({**model, name: text, "add_special_tokens": False})
+
+
+def read_count(body: bytes, text: str) -> int | None:
+    """The number of a text's tokens, as the response says it; None: it cannot be that."""
+    try:
+        said = orjson.loads(body) if is_light(body) else None
+    except orjson.JSONDecodeError:
+        return None
+    tokens = said.get("tokens") if type(said) is dict else None
+    count = len(tokens) if type(tokens) is list else None
+    return count if count is not None and 0 < count <= len(text.encode("utf-8", "replace")) else None

@@ -9,6 +9,8 @@ the client's, and what was generated is a response, wherever it was.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import takewhile
 from typing import Any, Final
 
 import orjson
@@ -18,8 +20,6 @@ from lbproxy.core.requests.request import Usage
 READ_BYTES: Final = 8 << 10
 MAX_TEXT_BYTES: Final = 1 << 20
 MAX_EVENT_BYTES: Final = 1 << 20
-MAX_MOVES: Final = 10
-"""Each after new text: a request that ends each server is not sent to all of them."""
 DONE: Final = b"data: [DONE]\n\n"
 _DATA: Final = b"data:"
 _ENDS = (b"\n\n", b"\n\r\n")
@@ -34,22 +34,23 @@ class JoinedStream:
 
     def __init__(self, *, chat: bool) -> None:
         self._chat = chat
-        self._tail = b""
+        self._tail = bytearray()
         """The beginning of an event that is not complete."""
+        self.is_whole = True
+        """What passed ends with an event: one of lbproxy's own can follow."""
         self._unread = bytearray()
         """Events of the first server that passed, and were not read yet."""
         self._identity: dict[str, Any] = {}
         self._said: list[str] = []
         """The text, by the events that have a token each: after a move, what was said before is one piece."""
         self.text_bytes = 0
-        self._tokens = [0, 0, 0]
-        """Of all servers; up to the last that did not end in white space; of the servers before the present one."""
+        self.tokens = 0
+        """About how many it has so far: of a server that sends several in one event one is counted, until it counts."""
         self._prompt_tokens: int | None = None
         self._told_usage = False
         """The event came that has nothing else."""
         self._seam: Seam | None = None
         """Where the present server goes on; None: it is the first."""
-        self.moves = 0
         self.finish_reason: str | None = None
         """Why the response ended, as the server said it."""
         self.is_over = False
@@ -61,28 +62,31 @@ class JoinedStream:
 
     def feed(self, piece: bytes) -> bytes:
         """The next piece of payload. Returns what goes to the client: whole events."""
-        data = self._tail + piece if self._tail else piece
-        self._tail = b""
+        tail, data, is_whole = self._tail, piece, True
+        if tail:
+            begin = max(0, len(tail) - 2)
+            tail += piece
+            if len(tail) <= MAX_EVENT_BYTES and all(tail.find(mark, begin) < 0 for mark in _ENDS):
+                return b""  # a long event in many reads is not searched, or copied, with each
+            data = bytes(tail)
+            tail.clear()
         if not data.endswith(b"\n\n"):
-            ends = [at + len(mark) for mark in _ENDS if (at := data.rfind(mark)) >= 0]
-            end = max(ends, default=0)
-            data, self._tail = data[:end], data[end:]
-            if len(self._tail) > MAX_EVENT_BYTES:
+            end = max(data.rfind(mark) + len(mark) if mark in data else 0 for mark in _ENDS)
+            if len(data) - end > MAX_EVENT_BYTES:
                 self.give_up("an event is too long")
-                data, self._tail = data + self._tail, b""
+                is_whole = False
+            else:
+                tail += data[end:]
+                data = data[:end]
         if self.failure is not None or not data:
             return b""
+        self.is_whole = is_whole
         if self._seam is not None or data.find(_FAILED) >= 0 or data.find(_ABORTED) >= 0:
             return self._event_by_event(data)
         self._unread += data
         if len(self._unread) >= READ_BYTES:
             self.read()
         return data
-
-    @property
-    def is_whole(self) -> bool:
-        """An event of lbproxy's own can follow what the client has."""
-        return self.obstacle is None or not self.obstacle.startswith("an event")
 
     def read(self) -> None:
         """Read what passed unread."""
@@ -162,7 +166,7 @@ class JoinedStream:
         if type(text) is not str:
             text = ""
         if text or "role" not in delta:
-            self._tokens[0] += 1
+            self.tokens += 1
         if text and self._seam is not None:
             delta[name] = text = self._seam.new_in(text)
             if self._seam.stopped:
@@ -180,8 +184,6 @@ class JoinedStream:
     def _note_text(self, text: str) -> None:
         self._said.append(text)
         self.text_bytes += len(text.encode("utf-8", "replace"))
-        if not text.isspace():  # of a token that ends in white space the first part is generated again
-            self._tokens[1] = self._tokens[0] - text[-1].isspace()
         if self.text_bytes > MAX_TEXT_BYTES:
             self.give_up("its text is too long")
 
@@ -191,7 +193,7 @@ class JoinedStream:
             prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens")
             if type(prompt) is int and type(completion) is int and self._seam is None:
                 self._prompt_tokens = prompt
-                self._tokens[0] = max(self._tokens[0], completion - 1)  # this event counts itself
+                self.tokens = max(self.tokens, completion - 1)  # this event counts itself
 
     def give_up(self, why: str) -> None:
         """It will not be continued."""
@@ -201,41 +203,58 @@ class JoinedStream:
 
     # A server that goes on
 
-    def move(self, stops: tuple[str, ...], held: int = 0, *, exactly: bool = True) -> tuple[str, int]:
-        """Another server goes on. Returns the text that it gets, and how many tokens that is: without white space at
-        its end, which templates may strip. `stops`: the texts that end the response; `held`: so many characters of what
-        it had generated the server kept back, as they might begin one of them. So what came ends within a token, which
-        no engine goes on with as if it were whole: if a server repeats `exactly` what another said, it gets the text up
-        to the last whole token, and repeats the rest.
+    def move(self, stops: tuple[str, ...], held: int = 0, *, exactly: bool = True) -> str:
+        """Another server goes on. Returns the text that it gets: without white space at its end, which templates may
+        strip. `stops`: the texts that end the response; `held`: so many characters of what it had generated the server
+        kept back, as they might begin one of them. So what came ends within a token, which no engine goes on with as if
+        it were whole: if a server repeats `exactly` what another said, it gets the text up to the last whole token, and
+        repeats the rest.
         """
-        text = "".join(self._said)
-        kept, tokens = text.rstrip(), self._tokens[1]
-        if held:
-            end, whole = self._whole_tokens(len(kept), held)
-            if exactly:
-                kept, tokens = text[:end].rstrip(), whole - text[:end][-1:].isspace()
-            else:
-                tokens = whole + round((len(kept) - end) * self._tokens[0] / (len(text) + held))
+        text, held = "".join(self._said), held if exactly else 0
+        most = len(text.rstrip() if held else text)
+        ends = ((at, many) for at, many in self._ends(held) if at <= most)
+        end, tokens = next(ends)
+        kept = text[:end].rstrip()
+        again = 0 if end == len(kept) else 1 + sum(1 for _ in takewhile(lambda one: one[0] > len(kept), ends))
         self._said = [text]
-        self._tail = b""
-        self._tokens[0] = self._tokens[2] = self._tokens[1] = max(0, tokens) if kept else 0
-        self.moves += 1
+        self._tail.clear()
         self._seam = Seam(text[len(kept) :], text, stops)
-        self._seam.kept = len(kept)
+        self._seam.kept, self._seam.counted, self._seam.again = len(kept), text[:end], again
+        self.count(tokens)
         self.failure = None
-        return kept, self._tokens[0]
+        return kept
 
-    def _whole_tokens(self, end: int, held: int) -> tuple[int, int]:
-        """Where the last token ends that ends before `end`, in characters, and how many tokens that is. Each event came
-        when there were `held` characters more than it sent.
+    @property
+    def counted(self) -> str:
+        """The text whose tokens count as those of the servers before the present one."""
+        assert self._seam is not None
+        return self._seam.counted
+
+    def count(self, tokens: int) -> None:
+        """`counted` has so many tokens. Those that end in white space are generated again."""
+        assert self._seam is not None
+        self.tokens = self._seam.tokens = max(0, tokens - self._seam.again)
+
+    def _ends(self, held: int) -> Iterator[tuple[int, int]]:
+        """Where each token ends, in characters, and how many there are then, from the last one on. Each event came when
+        there were `held` characters more than it sent.
         """
-        sent, tokens = sum(map(len, self._said)), self._tokens[0]
+        sent, tokens = sum(map(len, self._said)), self.tokens
         for piece in reversed(self._said if self._seam is None else self._said[1:]):
-            if piece and sent and sent + held <= end:
-                return sent + held, tokens
+            if piece and sent:
+                yield sent + held, tokens
             sent -= len(piece)
             tokens -= 1
-        return (0, 0) if self._seam is None else (self._seam.kept, self._tokens[2])
+        yield (0, 0) if self._seam is None else (self._seam.kept, self._given)
+
+    @property
+    def _given(self) -> int:
+        return 0 if self._seam is None else self._seam.tokens
+
+    @property
+    def own_tokens(self) -> int:
+        """About how many tokens are of the present server."""
+        return self.tokens - self._given
 
     def _as_one(self, said: dict[str, Any]) -> bytes:
         """An event of a server that goes on, as one of the first server. Empty: it says nothing new."""
@@ -260,9 +279,8 @@ class JoinedStream:
         prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens")
         if type(prompt) is not int or type(completion) is not int:
             return usage
-        before = self._tokens[2]
-        prompt = max(0, prompt - before) if self._prompt_tokens is None else self._prompt_tokens
-        completion += before
+        prompt = max(0, prompt - self._given) if self._prompt_tokens is None else self._prompt_tokens
+        completion += self._given
         return usage | {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -273,17 +291,16 @@ class JoinedStream:
         """The usage of all, if a server that went on reported this one."""
         if self._seam is None or usage.prompt_tokens is None or usage.completion_tokens is None:
             return usage
-        before = self._tokens[2]
-        prompt = max(0, usage.prompt_tokens - before) if self._prompt_tokens is None else self._prompt_tokens
+        prompt = max(0, usage.prompt_tokens - self._given) if self._prompt_tokens is None else self._prompt_tokens
         cached = None if usage.cached_tokens is None else min(prompt, usage.cached_tokens)
         return usage._replace(
-            prompt_tokens=prompt, cached_tokens=cached, completion_tokens=usage.completion_tokens + before
+            prompt_tokens=prompt, cached_tokens=cached, completion_tokens=usage.completion_tokens + self._given
         )
 
-    @property
-    def tokens(self) -> int:
-        """About how many tokens it has so far."""
-        return self._tokens[0]
+    def share(self, usage: Usage) -> Usage:
+        """What the present server generated, of the usage of all."""
+        completion = usage.completion_tokens
+        return usage if completion is None else usage._replace(completion_tokens=max(0, completion - self._given))
 
     def ending(self, prompt_tokens: int | None) -> bytes:
         """The events that end it where no server does any more. `prompt_tokens`: for the event with the usage; None:
@@ -321,6 +338,8 @@ class Seam:
         self._after = ""
         self.kept = 0
         """So many characters the server was told of."""
+        self.counted, self.again, self.tokens = "", 0, 0
+        """The text whose tokens count, less those that are generated again, and how many that makes."""
         self.stopped = False
         """One of `stops` was completed by the text of the server that goes on."""
 

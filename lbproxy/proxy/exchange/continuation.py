@@ -3,7 +3,8 @@
 
 A relay that breaks after the commitment asks its exchange for a move. Until then the client has whole events in chunks
 of lbproxy's own, so the next server's may follow whatever the first one sent last. That next attempt is like any other
-that has the head of an earlier one: it may fail and be repeated before its first new event, which commits it again.
+that has the head of an earlier one: it may fail and be repeated before its first new event, which commits it again. It
+asks twice: how many tokens the text so far has, as servers send several in one event, and then for the rest of it.
 """
 
 from __future__ import annotations
@@ -20,38 +21,61 @@ from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.core.responses.continued import (
     NotContinuedError,
     continued,
+    count_request,
     held_back,
     read_continued,
+    read_count,
     stops_of,
     tokens_left,
     wants_usage,
 )
-from lbproxy.core.responses.joined import MAX_MOVES, JoinedStream
+from lbproxy.core.responses.joined import JoinedStream
 from lbproxy.driver.request_runtime import RequestRuntime
+from lbproxy.net.connections.call import Call, Called, Result
 from lbproxy.net.connections.h1 import ResponseHead
 from lbproxy.net.connections.pool import Connection
-from lbproxy.proxy.exchange.relay import LAST_CHUNK, HeadSender, Relay, RelayOwner, Stage, can_continue, chunk
+from lbproxy.proxy.exchange.exchanger import Exchanger, Guard, origin_of
+from lbproxy.proxy.exchange.relay import (
+    LAST_CHUNK,
+    HeadSender,
+    Relay,
+    RelayOwner,
+    Requester,
+    Stage,
+    can_continue,
+    chunk,
+)
 from lbproxy.proxy.exchange.used import expected_prompt_tokens
 from lbproxy.proxy.request.client_request import ClientRequest
+from lbproxy.proxy.request.reading import as_named_by
 
 ENGINES: Final = frozenset({"vllm", "sglang", "llamacpp"})
 """Those that are known to go on with a text."""
+MAX_MOVES: Final = 10
+"""Each after new text: a request that ends each server is not sent to all of them."""
 
-
+MAX_IDS_BYTES: Final = 2 << 20
+"""Of the list of the tokens of a text: that of a longer one is not read."""
 HELD_BYTES: Final = 16 << 10
 """So much of the text is not counted: see LARGE_BODY_BYTES."""
 
 
-class StreamOwner(RelayOwner, Protocol):
+class StreamOwner(RelayOwner, Requester, Guard, Protocol):
     """The exchange whose stream may go on elsewhere."""
 
-    request: ClientRequest
     placed: InferenceRequest
     record: RequestRecord
     head_sent_by: HeadSender | None
 
-    def go_on(self, request: ClientRequest, placed: InferenceRequest, error: UpstreamError, ended: Outcome) -> None:
-        """End the attempt, which failed so, and begin another with this request for the rest of the response."""
+    def go_on(
+        self, request: ClientRequest, placed: InferenceRequest, error: UpstreamError, ended: Outcome, usage: Usage
+    ) -> None:
+        """End the attempt, which failed so and used this, and begin another for the rest of the response."""
+
+    def counted(self, ending: bytes | None) -> None:
+        """The text has been counted, or the endpoint does not do that. `ending`: the events that end the response, if
+        it has all its tokens; None: request the rest of it.
+        """
 
     def hold(self, size: int) -> bool:
         """Count so many more bytes of memory. Returns whether there is room."""
@@ -60,20 +84,27 @@ class StreamOwner(RelayOwner, Protocol):
 class Continuation:
     """Of one request, whose response may go on at another server."""
 
-    def __init__(self, exchange: StreamOwner) -> None:
+    def __init__(self, exchange: StreamOwner, ticket: Ticket) -> None:
         """When its first response begins."""
         self.exchange = exchange
         self._first = exchange.request, exchange.placed
+        self.ticket = ticket
+        """Of the server whose stream is relayed, or was."""
         self._is_chat = exchange.request.route.role_events > 0
         self.joined = JoinedStream(chat=self._is_chat)
+        self.moves = 0
         self._fields: dict[str, object] | None = None
+        self._text = ""
+        """What came before the last move, as the next server is told it."""
+        self.counts = False
+        """The next server is asked for the number of its tokens first."""
 
-    def obstacle(self, ticket: Ticket) -> str | None:
+    def obstacle(self) -> str | None:
         """Why the stream cannot go on elsewhere; None: it can."""
         joined = self.joined
-        if not goes_on(ticket.placed_state):
+        if not goes_on(self.ticket.placed_state):
             return "its engine is not known to go on with a text"
-        if joined.obstacle is None and joined.moves >= MAX_MOVES:
+        if joined.obstacle is None and self.moves >= MAX_MOVES:
             return f"it moved {MAX_MOVES} times"
         try:
             self._read()
@@ -81,34 +112,70 @@ class Continuation:
             return str(why)
         return joined.obstacle
 
-    def move(self, ticket: Ticket, error: UpstreamError, runtime: RequestRuntime) -> str | None:
+    def move(self, error: UpstreamError, runtime: RequestRuntime) -> str | None:
         """The stream broke, or is to leave its server: have it go on elsewhere. Returns why that cannot be; None: it
         does. What a server did that is dead costs no budget, as its load is gone.
         """
-        why = self.obstacle(ticket)
+        why = self.obstacle()
         if why is None and error.kind is not FailureKind.RESET:
             asked = UpstreamError(FailureKind.STRANDED, error.detail)
-            if not runtime.after_failure(ticket, asked, ()).retry:
+            if not runtime.after_failure(self.ticket, asked, ()).retry:
                 why = "no other endpoint is left, or no budget for it"
         if why is None:
-            request, placed = self._next(ticket)
             ended = Outcome.CLIENT_CLOSED if error.kind is FailureKind.STRANDED else Outcome.UPSTREAM_BROKE
-            self.exchange.go_on(request, placed, error, ended)
+            usage = Usage(0, 0, self.joined.own_tokens, is_estimate=True)  # the prompt counts with the last server
+            request, placed = self._next()
+            self.exchange.go_on(request, placed, error, ended, usage)
         return why
 
-    def _next(self, ticket: Ticket) -> tuple[ClientRequest, InferenceRequest]:
-        """The request for another server."""
+    def _next(self) -> tuple[ClientRequest, InferenceRequest]:
+        """The request for another server, without its body."""
         joined, (request, placed) = self.joined, self._first
         fields = self._read()
-        held = held_back(fields) if is_engine(ticket.placed_state, "vllm") else 0
-        text, tokens = joined.move(stops_of(fields), held, exactly=fields.get("temperature") == 0)
-        body = continued(fields, chat=self._is_chat, text=text, tokens=tokens)
-        left = tokens_left(fields, tokens)
+        held = held_back(fields) if is_engine(self.ticket.placed_state, "vllm") else 0
+        self._text = joined.move(stops_of(fields), held, exactly=fields.get("temperature") == 0)
+        self.moves += 1
+        self.counts = bool(self._text)
         # The balancer sees the same prompt, which the client's usage tells of, too. Its first byte is not due any more.
+        left = tokens_left(fields, joined.tokens)
         placed = placed._replace(max_tokens=left, deadline=None, splittable=False, fallback_after_s=None)
-        return request._replace(body=body, pieces=(), naming=None, fallbacks=()), placed
+        return request._replace(pieces=(), naming=None, fallbacks=()), placed
 
-    def ending(self, ticket: Ticket) -> bytes | None:
+    def count(self, shared: Exchanger, ticket: Ticket) -> Call:
+        """Have an endpoint count the tokens of the text: see StreamOwner.counted."""
+        exchange, state, limits = self.exchange, ticket.placed_state, shared.limits
+        name = "content" if is_engine(state, "llamacpp") else "prompt"
+        body = count_request(self._read(), self.joined.counted, name=name)
+        request = as_named_by(state.endpoint, exchange.request._replace(target="/tokenize", body=body))
+        forwarded = exchange.client.peer.lines(request.fields, http10=request.http10)
+        head = request.head_for(
+            state.endpoint, exchange.record.attempt_id, forwarded, max_tier=exchange.placed.max_tier
+        )
+
+        limits = limits._replace(response_s=limits.connect_s)
+        done = lambda result: exchange.guarded(self._counted, result)  # noqa: E731
+        call = Call(shared.connections, origin_of(ticket), limits, MAX_IDS_BYTES, done)
+        call.start("POST", head, request.body)
+        return call
+
+    def _counted(self, result: Result) -> None:
+        self.counts = False
+        if isinstance(result, Called) and result.head.status == 200:
+            tokens = read_count(result.body, self.joined.counted)
+            if tokens is not None:
+                self.joined.count(tokens)
+        self.exchange.counted(self.ending())
+
+    def rest_at(self, state: EndpointState, request: ClientRequest) -> ClientRequest:
+        """The request for the rest of the response. Raises LbError UPSTREAM_RESET if an endpoint is not known to go on
+        with a text.
+        """
+        if not goes_on(state):
+            raise LbError(Outcome.UPSTREAM_RESET)
+        text, tokens = self._text, self.joined.tokens
+        return request._replace(body=continued(self._read(), chat=self._is_chat, text=text, tokens=tokens))
+
+    def ending(self) -> bytes | None:
         """What is missing of a response that its server had finished; None: something else is."""
         joined = self.joined
         if joined.obstacle is not None:
@@ -120,7 +187,9 @@ class Continuation:
         left = tokens_left(fields, joined.tokens)
         if joined.finish_reason is None and not joined.is_over and (left is None or left > 0):
             return None
-        return joined.ending(round(expected_prompt_tokens(ticket)) if wants_usage(fields) else None)
+        if joined.finish_reason == "length" and left is not None:
+            joined.tokens += left  # some came together
+        return joined.ending(round(expected_prompt_tokens(self.ticket)) if wants_usage(fields) else None)
 
     def _read(self) -> dict[str, object]:
         if self._fields is None:
@@ -151,6 +220,7 @@ class JoinedRelay(Relay):
     ) -> None:
         exchange = continuation.exchange
         Relay.__init__(self, head, connection, ticket, exchange.record, runtime, exchange)
+        continuation.ticket = ticket
         self.continuation = continuation
         self._joined = continuation.joined
         self._events_before = exchange.record.events
@@ -184,7 +254,7 @@ class JoinedRelay(Relay):
             connection.abort()
             self._connection = None
             if joined.failure is None:
-                self._complete(joined.ending(None))
+                self.complete(joined.ending(None))
             else:
                 self.broke(UpstreamError(FailureKind.RESET, joined.failure))
 
@@ -208,13 +278,13 @@ class JoinedRelay(Relay):
             Relay.broke(self, error)
             return
         self._connection = None
-        ending = self.continuation.ending(self._ticket)
+        ending = self.continuation.ending()
         if ending is not None:
-            self._complete(ending)
+            self.complete(ending)
             return
         self._release_head()
         self._count()
-        why = self.continuation.move(self._ticket, error, self._runtime)
+        why = self.continuation.move(error, self._runtime)
         if why is not None:
             self._why = why
             Relay.broke(self, UpstreamError(error.kind, f"{error.detail}; not continued: {why}"))
@@ -224,10 +294,10 @@ class JoinedRelay(Relay):
         if connection is None or self.revocable:
             return
         joined.read()
-        if joined.is_over or joined.finish_reason is not None or self.continuation.obstacle(self._ticket):
+        if joined.is_over or joined.finish_reason is not None or self.continuation.obstacle():
             return
         error = UpstreamError(FailureKind.STRANDED, "the endpoint drains")
-        if self.continuation.move(self._ticket, error, self._runtime) is None:
+        if self.continuation.move(error, self._runtime) is None:
             connection.abort()
             self._connection = None
             self._enter(Stage.FINISHED)
@@ -241,7 +311,7 @@ class JoinedRelay(Relay):
     def _events(self) -> int:
         return self._events_before + (0 if self._scanner is None else self._scanner.events)
 
-    def _complete(self, ending: bytes) -> None:
+    def complete(self, ending: bytes) -> None:
         """End where the server did not: what is missing is known."""
         if self._chunked:
             ending = (chunk(ending) if ending else b"") + LAST_CHUNK
@@ -267,6 +337,18 @@ class JoinedRelay(Relay):
     def generated(self, bytes_per_token: float) -> int:
         return self._joined.tokens
 
+    @property
+    def has_moved(self) -> bool:
+        return self.continuation.moves > 0
+
+    def share(self, usage: Usage) -> Usage:
+        return self._joined.share(usage)
+
+
+def moved(by: HeadSender | None) -> JoinedRelay | None:
+    """Whose stream is to go on elsewhere, if `by` sent its head."""
+    return by if isinstance(by, JoinedRelay) and by.has_moved else None
+
 
 def relay_for(
     exchange: StreamOwner, head: ResponseHead, connection: Connection, ticket: Ticket, runtime: RequestRuntime
@@ -275,5 +357,5 @@ def relay_for(
     if not (exchange.request.continues and can_continue(head)):
         return Relay(head, connection, ticket, exchange.record, runtime, exchange)
     earlier = exchange.head_sent_by
-    continuation = earlier.continuation if isinstance(earlier, JoinedRelay) else Continuation(exchange)
+    continuation = earlier.continuation if isinstance(earlier, JoinedRelay) else Continuation(exchange, ticket)
     return JoinedRelay(head, connection, ticket, runtime, continuation)

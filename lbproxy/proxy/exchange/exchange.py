@@ -20,7 +20,7 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TypeAlias, TypeVarTuple
+from typing import TypeAlias
 
 from lbproxy.config.tree import Settings
 from lbproxy.core.observed.record import RequestRecord
@@ -28,11 +28,12 @@ from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.request import DECODE, PREFILL, InferenceRequest, Usage, estimated
 from lbproxy.core.requests.retry import FailureKind, UpstreamError, Verdict, may_fall_back, started, status_failure
+from lbproxy.net.connections.call import Call
 from lbproxy.net.connections.h1 import ResponseHead
 from lbproxy.net.connections.pool import Connection, HeadReceiver
 from lbproxy.proxy.exchange import steps
-from lbproxy.proxy.exchange.continuation import JoinedRelay, goes_on, relay_for
-from lbproxy.proxy.exchange.exchanger import LARGE_BODY_BYTES, Exchanger, origin_of
+from lbproxy.proxy.exchange.continuation import moved, relay_for
+from lbproxy.proxy.exchange.exchanger import LARGE_BODY_BYTES, Arguments, Exchanger, origin_of
 from lbproxy.proxy.exchange.failures import (
     NO_FAILURES,
     AttemptFailures,
@@ -63,8 +64,7 @@ from lbproxy.proxy.request.headers import client_head
 from lbproxy.proxy.request.reading import as_named_by
 
 logger = logging.getLogger("lbproxy")
-Arguments = TypeVarTuple("Arguments")
-Work: TypeAlias = asyncio.Task[None] | Connection | Relay | asyncio.TimerHandle | None
+Work: TypeAlias = asyncio.Task[None] | Connection | Call | Relay | asyncio.TimerHandle | None
 
 
 class Exchange(HeadReceiver, ABC):
@@ -190,7 +190,10 @@ class Exchange(HeadReceiver, ABC):
 
     def _connect(self, ticket: Ticket) -> None:
         """Send the request, or its second leg, to where it is placed."""
-        connections = self._shared.connections
+        connections, before = self._shared.connections, moved(self.head_sent_by)
+        if before is not None and before.continuation.counts:
+            self._enter(steps.COUNTING, before.continuation.count(self._shared, ticket))
+            return
         connection = connections.take(origin_of(ticket)) if ticket.request.repeatable else None  # it may be closed
         if connection is not None:
             self._send(ticket, connection)
@@ -219,8 +222,8 @@ class Exchange(HeadReceiver, ABC):
         self._enter(steps.SENT, connection)
         assert ticket.placed_on is not None
         request, state, record, limits = self.request, ticket.placed_on, self.record, self._shared.limits
-        if isinstance(self.head_sent_by, JoinedRelay) and not goes_on(state):
-            raise LbError(Outcome.UPSTREAM_RESET)
+        if (before := moved(self.head_sent_by)) is not None:
+            request = before.continuation.rest_at(state, request)
         if self._split is not None:
             request, limits = self._split.send_second()
         request = as_named_by(state.endpoint, request)
@@ -269,8 +272,7 @@ class Exchange(HeadReceiver, ABC):
             return False
         self.record.error = "the second leg failed before a token: perhaps the KV cache could not be fetched"
         if kind is FailureKind.RESET:  # or its process ended: what ends another one is not sent to a third
-            kinds, uid = (*self._failed.kinds, kind), ticket.placed_state.endpoint.uid
-            self._failed = self._failed._replace(kinds=kinds, doubtful=uid)
+            self._failed = self._failed.doubt(ticket.placed_state.endpoint.uid, kind)
         label = Outcome.UPSTREAM_RESET.label if kind is FailureKind.RESET else "upstream_500"
         self.record.note_failure(ticket, label, self._shared.runtime.now())
         self._place_whole()
@@ -294,9 +296,6 @@ class Exchange(HeadReceiver, ABC):
         self._connect(ticket)
 
     def prefilled(self, usage: Usage | None) -> None:
-        self.guarded(self._prefilled, usage)
-
-    def _prefilled(self, usage: Usage | None) -> None:
         ticket, runtime, record = self._ticket, self._shared.runtime, self.record
         assert ticket is not None
         if usage is not None:
@@ -310,22 +309,19 @@ class Exchange(HeadReceiver, ABC):
 
     def first_failed(self, error: UpstreamError) -> None:
         """See split.SplitOwner. Once decode has begun to respond, it has what it needs."""
-        if self.step in {steps.PREFILLING, steps.DIALLING, steps.SENT} or (
-            self.step is steps.RELAYING and self._relaying.revocable
-        ):
-            self.guarded(self._first_failed, error)
-
-    def _first_failed(self, error: UpstreamError) -> None:
-        ticket = self._ticket
+        ticket, step = self._ticket, self.step
         assert ticket is not None
-        self._release_work()
-        self._attempt_failed(ticket.prefill or ticket, error)
+        if step in {steps.PREFILLING, steps.DIALLING, steps.SENT} or (
+            step is steps.RELAYING and self._relaying.revocable
+        ):
+            self._release_work()
+            self._attempt_failed(ticket.prefill or ticket, error)
 
     def first_refused(self, head: ResponseHead, body: bytes) -> None:
         if self.step in {steps.PREFILLING, steps.DIALLING, steps.SENT}:
             self.record.note_first_refused(head.status, self._shared.runtime.now())
         if self.step is steps.PREFILLING:
-            self.guarded(self._place_whole)
+            self._place_whole()
         elif self.step in {steps.DIALLING, steps.SENT}:
             if self._split is not None:
                 self._shared.conceal(head, self._split.endpoint)
@@ -351,7 +347,7 @@ class Exchange(HeadReceiver, ABC):
         if head.status >= 400 and self._retry_elsewhere(head.status, body, head):
             return
         if self.head_sent_by is not None:
-            if isinstance(self.head_sent_by, JoinedRelay) or not can_continue(head):
+            if self.head_sent_by.has_moved or not can_continue(head):
                 self._cannot_continue(head, body)
                 return
             reusable, response = self.head_sent_by.client_reusable, chunk(body) + LAST_CHUNK if body else LAST_CHUNK
@@ -409,17 +405,12 @@ class Exchange(HeadReceiver, ABC):
             self._take_complete(head, body)
 
     def _cannot_continue(self, head: ResponseHead, body: bytes) -> None:
-        """The client has the head of a stream, and this is another kind of response: it is told as an event. What a
-        server says to a request that goes on there is not for the client.
-        """
-        ticket, record = self._ticket, self.record
+        """The client has the head of a stream, and this is another kind of response: it is told as an event."""
+        ticket = self._ticket
         assert ticket is not None
+        assert self.head_sent_by is not None
         self._shared.runtime.close(ticket, Outcome.COMPLETED)
-        if isinstance(self.head_sent_by, JoinedRelay):
-            record.error = f"returned {head.status} instead of going on"
-            self.refuse(LbError(Outcome.UPSTREAM_RESET))
-            return
-        end_with_response(self.client, record, head.status, body)
+        end_with_response(self.client, self.record, head.status, body, self.head_sent_by)
         self.finish(False)
 
     def broke(self, error: UpstreamError) -> None:
@@ -488,24 +479,32 @@ class Exchange(HeadReceiver, ABC):
 
     # A stream that goes on elsewhere: continuation.StreamOwner
 
-    def go_on(self, request: ClientRequest, placed: InferenceRequest, error: UpstreamError, ended: Outcome) -> None:
+    def go_on(
+        self, request: ClientRequest, placed: InferenceRequest, error: UpstreamError, ended: Outcome, usage: Usage
+    ) -> None:
         ticket = self._ticket
         assert ticket is not None
         self.record.error = error.detail
         self._failed = AttemptFailures(endpoints=frozenset({ticket.placed_state.endpoint.uid}))  # attempts count anew
         label, runtime = "moved" if ended is Outcome.CLIENT_CLOSED else ended.label, self._shared.runtime
         self.record.note_failure(ticket, label, runtime.now())
-        runtime.close(ticket, ended, timed_out=error.kind is FailureKind.TIMEOUT)
+        runtime.close(ticket, ended, usage, timed_out=error.kind is FailureKind.TIMEOUT)
         self.request, self.placed, self.head_sent_by = request, placed, self.relay
         self._place()
+
+    def counted(self, ending: bytes | None) -> None:
+        ticket, before = self._ticket, moved(self.head_sent_by)
+        assert ticket is not None
+        if ending is None or before is None:
+            self._connect(ticket)
+        else:  # it ends where it broke
+            self._enter(steps.RELAYING, before)
+            before.complete(ending)
 
     # Another attempt
 
     def move_if_stranded(self) -> None:
-        """If the request is stranded, send it to another endpoint, as far as the balancer allows."""
-        self.guarded(self._move_if_stranded)
-
-    def _move_if_stranded(self) -> None:
+        """If the request is stranded, send it to another endpoint, as far as the balancer allows. Call it `guarded`."""
         ticket = self._ticket
         if self.step is steps.FINISHED or ticket is None or ticket.state is not TicketState.PLACED:
             return
@@ -614,7 +613,7 @@ class Exchange(HeadReceiver, ABC):
     def refuse(self, error: LbError) -> None:
         """End with an error; nothing went to the client yet, or the head of a stream alone."""
         if self.head_sent_by is not None:
-            end_after_head(self.client, self.record, error, is_ours=self.head_sent_by is self._keepalive)
+            end_after_head(self.client, self.record, error, self.head_sent_by)
             self.finish(False)
         else:
             self.finish(self._refuse(error))
@@ -693,8 +692,6 @@ class Exchange(HeadReceiver, ABC):
         self._release_work()
         if self._ticket is not None:
             self._shared.runtime.close(self._ticket, outcome, usage)
-
-    # Responses of lbproxy itself
 
     def _own_fields(self) -> str:
         return self._shared.own_fields(self.record, self.cors, self._ticket, explain=self.request.fields.explain)

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Final, Protocol, TypeVarTuple
 
 from lbproxy.config.sections.engines import LBPROXY
 from lbproxy.config.tree import Settings
@@ -28,6 +28,16 @@ from lbproxy.proxy.request.own_responses import rate_fields
 LARGE_BODY_BYTES: Final = 16 << 10
 """A smaller body is neither counted nor released before its request ends: the other objects of a request cost as much,
 and all of them are bounded by the number of connections."""
+
+
+Arguments = TypeVarTuple("Arguments")
+
+
+class Guard(Protocol):
+    """An exchange, as callbacks of others need it."""
+
+    def guarded(self, step: Callable[[*Arguments], None], *arguments: *Arguments) -> None:
+        """Run a step; nothing above would handle its exceptions."""
 
 
 class Exchanger:

@@ -57,6 +57,10 @@ class AttemptFailures(NamedTuple):
         kinds, last = (*self.kinds, kind), ended or self.last
         return self._replace(endpoints=self.endpoints | {uid}, kinds=kinds, suspect=suspect, last=last, doubtful=None)
 
+    def doubt(self, uid: EndpointUid, kind: FailureKind) -> AttemptFailures:
+        """Return this with an attempt that failed at an endpoint which may be well."""
+        return self._replace(kinds=(*self.kinds, kind), doubtful=uid)
+
 
 NO_FAILURES: Final = AttemptFailures()
 

@@ -59,6 +59,7 @@ class Keepalive:
 
     client_reusable = False
     """See relay.HeadSender."""
+    is_ours, has_moved = True, False
 
     def __init__(self, exchange: SilentRequest, runtime: RequestRuntime, ticket: Callable[[], Ticket | None]) -> None:
         """`ticket`: that of its present attempt."""

@@ -100,6 +100,14 @@ class HeadSender(Protocol):
     client_reusable: bool
     """It said that the client's connection lives on."""
 
+    @property
+    def is_ours(self) -> bool:
+        """It is lbproxy's own head; otherwise an endpoint's, whose response the client sees break."""
+
+    @property
+    def has_moved(self) -> bool:
+        """The client has a part of the body as well, and another endpoint is to go on with it."""
+
 
 class RelayOwner(Protocol):
     """The owner of a relay."""
@@ -527,6 +535,18 @@ class Relay(PayloadWatcher):
         is_text = self.content_type.startswith(b"text/") and not self._head.encoded
         return ceil(size / bytes_per_token) if is_text else size  # compressed, a token has about one byte
 
+    @property
+    def is_ours(self) -> bool:
+        return False
+
+    @property
+    def has_moved(self) -> bool:
+        return False
+
+    def share(self, usage: Usage) -> Usage:
+        """What its endpoint used, of what the response did."""
+        return usage
+
     def _count(self) -> None:
         if self._scanner is not None:
             self._record.events = self._scanner.events
@@ -564,23 +584,29 @@ def can_continue(head: ResponseHead) -> bool:
     return head.status == 200 and b"text/event-stream" in head.content_type and not head.encoded
 
 
-def end_after_head(client: Client, record: RequestRecord, error: LbError, *, is_ours: bool, events: int = 0) -> None:
-    """Send an error event to a client that has the head of a stream, and of its body only `events`; its connection
-    closes. `is_ours`: that head; otherwise an endpoint's, whose response the client sees break.
-    """
+def end_after_head(client: Client, record: RequestRecord, error: LbError, by: HeadSender) -> None:
+    """Send an error event to a client that has the head of a stream; its connection closes."""
     if error.outcome in CUTS:
         record.outcome, text = CUTS[error.outcome]
         client_error = LbError(record.outcome, f"{text} after {record.events} events")
     else:
         # A retry that lbproxy refuses (queue full, waited too long) says so; its client may try again later.
-        ours = is_ours or error.outcome is Outcome.INTERNAL_ERROR or error.outcome.value.status == 429
+        ours = by.is_ours or error.outcome is Outcome.INTERNAL_ERROR or error.outcome.value.status == 429
         record.outcome = error.outcome if ours else Outcome.UPSTREAM_BROKE
         client_error = error if ours else broken(error.outcome is Outcome.UPSTREAM_TIMEOUT, record.events)
+        if by.has_moved and not ours:
+            client_error = LbError(client_error.outcome, f"{client_error.message}; not continued: {error.message}")
     _end_with(client, record, error_event(client_error, record.path))
 
 
-def end_with_response(client: Client, record: RequestRecord, status: int, body: bytes) -> None:
-    """The same, of a response that cannot continue that stream. An endpoint's 4xx is complete, as it would be alone."""
+def end_with_response(client: Client, record: RequestRecord, status: int, body: bytes, by: HeadSender) -> None:
+    """The same, of a response that cannot continue that stream. An endpoint's 4xx is complete, as it would be alone;
+    what it says to a request that goes on there is not for the client.
+    """
+    if by.has_moved:
+        record.error = f"returned {status} instead of going on"
+        end_after_head(client, record, LbError(Outcome.UPSTREAM_RESET, "the next server refused"), by)
+        return
     record.error = f"returned {status}, which cannot continue a stream"
     record.outcome = Outcome.COMPLETED if 400 <= status < 500 else Outcome.UPSTREAM_BROKE
     _end_with(client, record, event_of_response(status, body, record.path))

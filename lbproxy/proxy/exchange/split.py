@@ -29,7 +29,7 @@ from lbproxy.net.connections.call import Call, Called, Result
 from lbproxy.net.connections.h1 import ResponseHead, request_head
 from lbproxy.net.connections.patience import ClockLimits
 from lbproxy.net.dialing.origin import Origin
-from lbproxy.proxy.exchange.exchanger import Exchanger
+from lbproxy.proxy.exchange.exchanger import Exchanger, Guard
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.legs import (
     MAX_HANDOVER_BYTES,
@@ -53,7 +53,7 @@ RELEASE_S: Final = 0.2
 """After so long a decode endpoint has read the request that is to be dropped there."""
 
 
-class SplitOwner(Protocol):
+class SplitOwner(Guard, Protocol):
     """The exchange. Only one of the methods is called after `second_ready`, and none after `cancel`."""
 
     def second_ready(self) -> None:
@@ -189,7 +189,8 @@ class SplitRequest:
 
     def _begin_call(self, origin: Origin, head: bytes, body: bytes, done: Callable[[Result], None]) -> None:
         shared = self._shared
-        self._call = Call(shared.connections, origin, shared.limits, MAX_HANDOVER_BYTES, done)
+        guarded = lambda result: self._owner.guarded(done, result)  # noqa: E731
+        self._call = Call(shared.connections, origin, shared.limits, MAX_HANDOVER_BYTES, guarded)
         self._call.start("POST" if body else "GET", head, body)
 
     def _meet(self, bodies: Bodies) -> None:

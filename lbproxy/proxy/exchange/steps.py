@@ -8,11 +8,15 @@
                   no endpoint listed its model, and all are asked again         LOOKING
                   there is no place for it                                      FINISHED
                   placed to be split                                            PREFILLING
+                  placed to go on with a text, whose tokens are counted first   COUNTING
                   a second leg is placed, and prefill is gone: placed whole     PLACING
     LOOKING       they were asked                                               PLACING
     PREFILLING    prefilled, or cannot be split                                 PLACING
                   the second leg can be sent as well                            SENT or DIALLING
                   failed, or stranded                                           BACKING_OFF or FINISHED *
+    COUNTING      counted, or it cannot be                                      SENT or DIALLING
+                  counted, and that is all of the response                      RELAYING
+                  stranded                                                      BACKING_OFF *
     DIALLING      connected                                                     SENT
                   failed                                                        PLACING or FINISHED *
                   stranded                                                      BACKING_OFF *
@@ -45,6 +49,7 @@ class Step(Enum):
     PLACING = "placing"
     LOOKING = "looking for its model"
     PREFILLING = "prefilling"
+    COUNTING = "counting tokens"
     DIALLING = "dialling"
     SENT = "sent"
     RELAYING = "relaying"
@@ -57,6 +62,7 @@ READING: Final = Step.READING
 PLACING: Final = Step.PLACING
 LOOKING: Final = Step.LOOKING
 PREFILLING: Final = Step.PREFILLING
+COUNTING: Final = Step.COUNTING
 DIALLING: Final = Step.DIALLING
 SENT: Final = Step.SENT
 RELAYING: Final = Step.RELAYING

@@ -48,7 +48,7 @@ class UsedTokens:
         elif _wrote_text(relay, route, record.status):
             # What was reported of a response that broke is what it had at its first event, or in one of its choices.
             usage = estimated(usage, max(reported or 0, relay.generated(self._bytes_per_token(ticket))))
-        return usage
+        return None if usage is None else relay.share(usage)
 
     def so_far(
         self, record: RequestRecord, ticket: Ticket, route: Route, relay: Relay, *, is_left: bool
@@ -62,7 +62,7 @@ class UsedTokens:
         if usage is not None:
             usage = usage.resolved(expected_prompt_tokens(ticket))
             generated = max(generated, usage.completion_tokens or 0)
-        return estimated(usage, generated) if generated or is_left else None
+        return relay.share(estimated(usage, generated)) if generated or is_left else None
 
     def _bytes_per_token(self, ticket: Ticket) -> float:
         """About how many bytes of text a token of the response to a placed request has."""

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from enum import Enum
 from typing import Protocol, cast
 
@@ -110,6 +111,9 @@ class CurrentRequest(Protocol):
 
     def move_if_stranded(self) -> None:
         """Ask another endpoint, if the request is stranded."""
+
+    def guarded(self, step: Callable[[], None]) -> None:
+        """Run a step of it; nothing above would handle its exceptions."""
 
     def pause(self) -> None:
         """The client's buffer is full."""

@@ -273,7 +273,7 @@ class FrontEnd(web.Server):
         """Send stranded requests to other endpoints, where possible."""
         for client in self._clients():
             if client.turn is not None:
-                client.turn.move_if_stranded()
+                client.turn.guarded(client.turn.move_if_stranded)
 
     # One request
 

@@ -49,6 +49,8 @@ class MockOptions:
     ttft_form: Literal["uniform", "lognormal", "bimodal", "heavy", "prompt"] = "uniform"
     """See `FirstTokenSpread`."""
     token_time: float = 0.02
+    stream_interval: int = 1
+    """Tokens of text in one event of a stream, after the first. vLLM's option."""
     speed: float = 1.0
     seed: int = 0
     """The seed of responses and of jitter. Servers with the same seed answer alike."""
@@ -113,6 +115,8 @@ class MockOptions:
             raise ValueError(f"max_model_len must be at least 2, got {self.max_model_len}")
         if not 1 <= self.max_loras <= MAX_ADAPTERS:
             raise ValueError(f"max_loras must be within 1..{MAX_ADAPTERS}, got {self.max_loras}")
+        if self.stream_interval < 1:
+            raise ValueError(f"stream_interval must be at least 1, got {self.stream_interval}")
         if self.max_loaded < 1 or not 0 <= self.load_time < float("inf"):
             raise ValueError("max_loaded must be at least 1, and load_time a number of seconds")
         if not 1 <= self.ranks <= MAX_RANKS:

@@ -57,10 +57,10 @@ class PlannedAnswer:
     begun: int = 0
     """Bytes of the first token that the client has."""
 
-    def token(self, position: int) -> str:
-        """The text of one token, possibly empty."""
-        begin = position * TOKEN_BYTES
-        return self.text[max(begin, self.begun) : begin + TOKEN_BYTES].decode("ascii")
+    def token(self, position: int, after: int | None = None) -> str:
+        """The text of one token, possibly empty; of all after the one at `after`, if given."""
+        begin = (position if after is None else after + 1) * TOKEN_BYTES
+        return self.text[max(begin, self.begun) : (position + 1) * TOKEN_BYTES].decode("ascii")
 
 
 def token_count(size_bytes: int) -> int:

@@ -25,11 +25,12 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 @asynccontextmanager
 async def fleet(
-    *faults: str, more: str = "", engines: Sequence[str] = (), speed: float = 50
+    *faults: str, more: str = "", engines: Sequence[str] = (), speed: float = 50, interval: int = 1
 ) -> AsyncIterator[tuple[Rig, list[MockServer]]]:
     """A rig before simulated servers, each with a fault, or none."""
     async with AsyncExitStack() as stack:
-        options = [MockOptions(model="m", speed=speed, faults=(one,) if one else ()) for one in faults]
+        given: dict[str, Any] = {"model": "m", "speed": speed, "stream_interval": interval}
+        options = [MockOptions(**given, faults=(one,) if one else ()) for one in faults]
         servers = [await stack.enter_async_context(MockServer(one)) for one in options]
         names = engines or ["vllm"] * len(servers)
         entries = [(one.url, f"engine: {name}") for one, name in zip(servers, names, strict=True)]
@@ -84,6 +85,93 @@ def test_it_goes_on_where_it_broke(path: str, way: str) -> None:
                 assert (record.outcome, record.usage and record.usage.completion_tokens) == (Outcome.COMPLETED, 30)
 
     run(main())
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize(("events", "tokens"), [(2, 30), (3, 30), (3, 15), (2, 11), (4, 11)])
+def test_a_server_that_sends_several_tokens_at_once_is_asked_how_many_there_were(
+    path: str, events: int, tokens: int
+) -> None:
+    """As vLLM does under load, and with --stream-interval: by events the response would be longer than asked for. With
+    15 tokens, and 11, all may have come but the end.
+    """
+
+    async def main() -> None:
+        async with fleet("", interval=5) as (it, _):
+            whole = await it.ask(post(asked(path, 1, max_tokens=tokens), path))
+        events_of_text = [one["choices"][0] for one in read(whole, path)[1] if one["choices"]]
+        assert len(events_of_text) - (path == CHAT) == 1 + -(-(tokens - 1) // 5)
+        async with fleet(*[f"break how=rst at=event events={events + (path == CHAT)}"] * 2, interval=5) as (it, _):
+            reply = await it.ask(post(asked(path, 1, max_tokens=tokens), path, CONTINUE))
+            check_one(reply, path, whole)
+            await until(lambda: it.records.requests, "it is recorded")
+            (record,) = it.records.requests
+            assert record.outcome is Outcome.COMPLETED
+            assert record.usage is None or record.usage.completion_tokens == tokens  # None: no server lived to tell it
+
+    run(main())
+
+
+@pytest.mark.parametrize("fault", ["status code=404", "status code=500", "slow-head every=1", "garbage"])
+def test_without_a_count_each_event_is_a_token(fault: str) -> None:
+    async def main() -> None:
+        async with fleet("") as (it, _):
+            whole = await it.ask(post(asked(CHAT, 1)))
+        faults = "break how=rst events=9", f"{fault} on=all having=add_special_tokens"
+        async with fleet(*faults, more="timeouts: {connect: 300ms}") as (it, _):
+            check_one(await it.ask(body_of()), CHAT, whole)
+
+    run(main())
+
+
+def test_the_text_is_counted_as_llamacpp_is_asked_to() -> None:
+    async def main() -> None:
+        async with fleet("", interval=5) as (it, _):
+            whole = await it.ask(post(asked(CHAT, 1)))
+        async with fleet("break how=rst events=3", "", engines=["llamacpp"] * 2, interval=5) as (it, _):
+            check_one(await it.ask(body_of()), CHAT, whole)
+
+    run(main())
+
+
+@pytest.mark.parametrize("faults", [("", ""), ("break how=rst events=9", ""), ("break how=rst events=9",) * 2])
+def test_the_client_is_charged_for_what_it_got(faults: tuple[str, str]) -> None:
+    """Once, however many servers wrote it. If nobody goes on, for what came."""
+    flows = "flows: {default: {tokens_per_minute: 120}}"
+
+    async def main() -> None:
+        async with fleet("", more=flows) as (it, _):
+            whole = await it.ask(post(asked(CHAT, 1)))
+            await until(lambda: it.records.requests, "it is recorded")
+            expected = used_tokens(it)
+        async with fleet(*faults, more=flows) as (it, _):
+            check_one(await it.ask(body_of()), CHAT, whole)
+            await until(lambda: it.records.requests, "it is recorded")
+            assert used_tokens(it) == pytest.approx(expected, abs=5)  # a role counts as a token
+        async with fleet("break how=rst events=9", "status code=400", more=flows) as (it, _):
+            await broken(it, body_of())
+            await until(lambda: it.records.requests, "it is recorded")
+            assert used_tokens(it) == pytest.approx(8, abs=2)
+
+    run(main())
+
+
+def test_a_stream_that_nobody_goes_on_with_says_why() -> None:
+    async def main() -> None:
+        async with fleet("break how=rst events=6") as (it, _):
+            said = await broken(it, body_of())
+            assert said.startswith("upstream connection lost after 6 events; not continued: ")
+        async with fleet("break how=rst events=6", "status code=400") as (it, _):
+            said = await broken(it, body_of())
+            assert said == "upstream connection lost after 6 events; not continued: the next server refused"
+
+    run(main())
+
+
+def used_tokens(it: Rig) -> float:
+    """Of the minute of the only flow."""
+    (flow,) = it.balancer._flows
+    return flow.allowance.use(it.runtime.now()).tokens
 
 
 def body_of(path: str = CHAT, **fields: object) -> bytes:

@@ -24,7 +24,7 @@ from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.core.responses.sse import EventScanner
 from lbproxy.proxy.exchange.exchanger import LARGE_BODY_BYTES
 from lbproxy.proxy.exchange.opening import MAX_HELD_BYTES, Opening
-from lbproxy.proxy.exchange.relay import HOLD_HEAD_S, end_after_head
+from lbproxy.proxy.exchange.relay import HOLD_HEAD_S, HeadSender, end_after_head
 from tests.support.aio import run, until
 from tests.support.compiled import interpreted
 from tests.support.endpoint import (
@@ -400,7 +400,8 @@ class Sent:
 def test_a_retry_that_lbproxy_refuses_keeps_its_code(outcome: Outcome, recorded: Outcome, code: str) -> None:
     """Not that of the connection that was lost before: nothing is wrong with the endpoints any more."""
     record, transport = RequestRecord("id", "POST", "/v1/chat/completions", "client", 0.0), Sent()
-    end_after_head(cast("Any", SimpleNamespace(transport=transport)), record, LbError(outcome), is_ours=False)
+    theirs = cast("HeadSender", SimpleNamespace(is_ours=False, has_moved=False))
+    end_after_head(cast("Any", SimpleNamespace(transport=transport)), record, LbError(outcome), theirs)
     assert record.outcome is recorded
     assert code.encode() in transport.data
     assert transport.closed

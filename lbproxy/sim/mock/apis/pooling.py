@@ -170,11 +170,13 @@ def score(text: bytes) -> float:
 
 
 def parse_tokenize(fields: Json) -> tuple[str | None, bytes, bool]:
-    """A body of /tokenize, with a prompt or with messages: the model, the text, and whether each token's is wanted."""
+    """A body of /tokenize, with a prompt, with messages, or with llama.cpp's `content`: the model, the text, and whether
+    each token's is wanted.
+    """
     wanted = boolean(fields, "return_token_strs")
     if "messages" in fields:
         return model_of(fields), chat_prompt(fields)[0], wanted
-    prompt = required(fields, "prompt")
+    prompt = fields["content"] if "content" in fields else required(fields, "prompt")
     if not isinstance(prompt, str):
         raise invalid("string_type", "body.prompt", "Input should be a valid string", shown(prompt))
     return model_of(fields), prompt.encode(), wanted

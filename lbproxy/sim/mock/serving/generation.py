@@ -49,7 +49,8 @@ class Generation:
         call, form = parse(fields)
         identity = self._desk.identity(request, "chatcmpl-" if form.chat else "cmpl-", call.model)
         body = partial(chat.response_body, identity, form)
-        return await self._desk.generate(request, fields, call, chat.ChatEvents(identity, form), body)
+        events = chat.ChatEvents(identity, form, self._desk.options.stream_interval)
+        return await self._desk.generate(request, fields, call, events, body)
 
     async def _message(self, request: web.Request) -> web.StreamResponse:
         fields = await fields_of(request)
