@@ -170,8 +170,8 @@ def score(text: bytes) -> float:
 
 
 def parse_tokenize(fields: Json) -> tuple[str | None, bytes, bool]:
-    """A body of /tokenize, with a prompt, with messages, or with llama.cpp's `content`: the model, the text, and whether
-    each token's is wanted.
+    """A body of /tokenize, with a prompt, messages, or llama.cpp's `content`: the model, the text, and whether each
+    token's is wanted.
     """
     wanted = boolean(fields, "return_token_strs")
     if "messages" in fields:
