@@ -156,6 +156,30 @@ def test_the_client_is_charged_for_what_it_got(faults: tuple[str, str]) -> None:
     run(main())
 
 
+@pytest.mark.parametrize("queue", [10, 0])
+def test_where_the_other_server_is_busy_it_waits_its_turn(queue: int) -> None:
+    """The client has half of its stream meanwhile. With no room in the queue it is told so, as any request is."""
+    more = f"admission: {{max_in_flight_per_endpoint: 1, queue_requests: {queue}}}"
+
+    async def main() -> None:
+        async with fleet("") as (it, _):
+            whole = await it.ask(post(asked(CHAT, 1)))
+        async with fleet("", "break how=rst events=6 having=1.", more=more, speed=5) as (it, _):
+            busy = await it.connect()
+            busy.send(post(asked(CHAT, 2, max_tokens=200)))
+            await busy.head()
+            if queue:
+                check_one(await it.ask(body_of()), CHAT, whole)
+                await until(lambda: len(it.records.requests) == 2, "both are recorded")
+                assert [one.outcome for one in it.records.requests] == [Outcome.COMPLETED] * 2
+                assert it.records.requests[1].queue_s > 0.0
+            else:
+                assert await broken(it, body_of()) == "All model servers are busy, and the queue is full or too long."
+            busy.writer.close()
+
+    run(main())
+
+
 def test_a_stream_that_nobody_goes_on_with_says_why() -> None:
     async def main() -> None:
         async with fleet("break how=rst events=6") as (it, _):
