@@ -166,12 +166,8 @@ class Continuation:
                 self.joined.count(tokens)
         self.exchange.counted(self.ending())
 
-    def rest_at(self, state: EndpointState, request: ClientRequest) -> ClientRequest:
-        """The request for the rest of the response. Raises LbError UPSTREAM_RESET if an endpoint is not known to go on
-        with a text.
-        """
-        if not goes_on(state):
-            raise LbError(Outcome.UPSTREAM_RESET)
+    def rest(self, request: ClientRequest) -> ClientRequest:
+        """The request for the rest of the response."""
         text, tokens = self._text, self.joined.tokens
         return request._replace(body=continued(self._read(), chat=self._is_chat, text=text, tokens=tokens))
 

@@ -32,7 +32,7 @@ from lbproxy.net.connections.call import Call
 from lbproxy.net.connections.h1 import ResponseHead
 from lbproxy.net.connections.pool import Connection, HeadReceiver
 from lbproxy.proxy.exchange import steps
-from lbproxy.proxy.exchange.continuation import moved, relay_for
+from lbproxy.proxy.exchange.continuation import goes_on, moved, relay_for
 from lbproxy.proxy.exchange.exchanger import LARGE_BODY_BYTES, Arguments, Exchanger, origin_of
 from lbproxy.proxy.exchange.failures import (
     NO_FAILURES,
@@ -223,7 +223,7 @@ class Exchange(HeadReceiver, ABC):
         assert ticket.placed_on is not None
         request, state, record, limits = self.request, ticket.placed_on, self.record, self._shared.limits
         if (before := moved(self.head_sent_by)) is not None:
-            request = before.continuation.rest_at(state, request)
+            request = before.continuation.rest(request)
         if self._split is not None:
             request, limits = self._split.send_second()
         request = as_named_by(state.endpoint, request)
@@ -485,8 +485,9 @@ class Exchange(HeadReceiver, ABC):
         ticket = self._ticket
         assert ticket is not None
         self.record.error = error.detail
-        self._failed = AttemptFailures(endpoints=frozenset({ticket.placed_state.endpoint.uid}))  # attempts count anew
         label, runtime = "moved" if ended is Outcome.CLIENT_CLOSED else ended.label, self._shared.runtime
+        others = [one.endpoint.uid for one in runtime.members() if not goes_on(one)]
+        self._failed = AttemptFailures(frozenset({ticket.placed_state.endpoint.uid, *others}))  # attempts count anew
         self.record.note_failure(ticket, label, runtime.now())
         runtime.close(ticket, ended, usage, timed_out=error.kind is FailureKind.TIMEOUT)
         self.request, self.placed, self.head_sent_by = request, placed, self.relay

@@ -164,9 +164,9 @@ def test_where_the_other_server_is_busy_it_waits_its_turn(queue: int) -> None:
     async def main() -> None:
         async with fleet("") as (it, _):
             whole = await it.ask(post(asked(CHAT, 1)))
-        async with fleet("", "break how=rst events=6 having=1.", more=more, speed=5) as (it, _):
+        async with fleet("", "break how=rst events=6 having=1.", more=more, speed=5 if queue else 1) as (it, _):
             busy = await it.connect()
-            busy.send(post(asked(CHAT, 2, max_tokens=200)))
+            busy.send(post(asked(CHAT, 2, max_tokens=200 if queue else 4000)))
             await busy.head()
             if queue:
                 check_one(await it.ask(body_of()), CHAT, whole)
@@ -271,6 +271,10 @@ def test_only_engines_that_are_known_to_go_on_are_asked_to() -> None:
             assert "after 4 events" in await broken(it, body_of())
             await until(lambda: it.records.requests, "it is recorded")
             assert [name for name, _ in it.records.requests[0].failed] == ["e1"]
+        async with fleet("") as (it, _):
+            whole = await it.ask(post(asked(CHAT, 1)))
+        async with fleet("break how=rst events=4", "", "", "", engines=("vllm", "auto", "auto", "vllm")) as (it, _):
+            check_one(await it.ask(body_of()), CHAT, whole)
 
     run(main())
 
