@@ -13,11 +13,13 @@ import os
 import random
 import time
 from collections import Counter
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import aiohttp
+import anthropic
 import openai
 import pytest
 
@@ -159,26 +161,69 @@ def test_no_stream_breaks_and_each_says_what_it_would_have_said(tmp_path: Path, 
         assert not +failed, failed
 
 
-def test_the_sdk_of_openai_does_not_notice(tmp_path: Path) -> None:
-    """Nor does a drain that moves what runs."""
-    slow = "--model", "m", "--ttft", "0.1", "--token-time", "0.1"
-    with mock(*slow) as (_, one), mock(*slow) as (_, two):
-        endpoints = [f"{{url: '{url}', name: {name}}}" for url, name in ((one, "one"), (two, "two"))]
-        with lbproxy(tmp_path, endpoints) as (process, listen, admin):
+@contextmanager
+def slow(folder: Path) -> Iterator[tuple[dict[str, Process], Process, str, str]]:
+    """Two servers, by their names, and lbproxy before them."""
+    times = "--model", "m", "--ttft", "0.1", "--token-time", "0.1"
+    with mock(*times) as (one, first), mock(*times) as (two, second):
+        endpoints = [f"{{url: '{first}', name: one}}", f"{{url: '{second}', name: two}}"]
+        with lbproxy(folder, endpoints, "models: {m: {continue: true}}\n") as (process, listen, admin):
             process.wait_for("one serves m")
             process.wait_for("two serves m")
-            client = openai.OpenAI(base_url=f"{listen}/v1", api_key="none", max_retries=0, timeout=60)
-            whole = client.chat.completions.create(**asked(1) | {"stream": False, "stream_options": None})
-            stream = client.chat.completions.with_raw_response.create(
-                **asked(1), extra_headers={"x-lbproxy-continue": "1"}
-            )
-            text = ""
-            for chunks, chunk in enumerate(stream.parse()):
-                text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
-                if chunks == 10:
-                    name = stream.headers["x-lbproxy-endpoint"]
-                    with Process("drain", name, "--move-after", "0", "--wait", "--admin", admin) as drain:
-                        assert drain.process.wait(60) == 0
-                        assert "drained" in drain.read()
-            assert text == whole.choices[0].message.content
-            process.wait_for('"moves":1')
+            yield {"one": one, "two": two}, process, listen, admin
+
+
+@pytest.mark.parametrize("how", ["kill -9", "drain"])
+def test_the_sdk_of_openai_does_not_notice(how: str, tmp_path: Path) -> None:
+    with slow(tmp_path) as (servers, process, listen, admin):
+        client = openai.OpenAI(base_url=f"{listen}/v1", api_key="none", max_retries=0, timeout=60)
+        whole = client.chat.completions.create(**asked(1) | {"stream": False, "stream_options": None})
+        stream = client.chat.completions.with_raw_response.create(**asked(1))
+        chunks = []
+        for chunk in stream.parse():
+            chunks.append(chunk)
+            if len(chunks) == 10:
+                name = stream.headers["x-lbproxy-endpoint"]
+                if how == "kill -9":
+                    servers[name].kill()
+                    continue
+                with Process("drain", name, "--move-after", "0", "--wait", "--admin", admin) as drain:
+                    assert drain.process.wait(60) == 0
+                    assert "drained" in drain.read()
+        choices = [choice for chunk in chunks for choice in chunk.choices]
+        assert "".join(choice.delta.content or "" for choice in choices) == whole.choices[0].message.content
+        assert [one.finish_reason for one in choices if one.finish_reason] == [whole.choices[0].finish_reason]
+        assert [one.usage.completion_tokens for one in chunks if one.usage] == [whole.usage.completion_tokens]
+        assert len({(one.id, one.created, one.model) for one in chunks}) == 1
+        process.wait_for('"moves":1')
+
+
+LOOK = {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}}
+SAME: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Use the look tool."}], "stream": True}
+BREAKS = {
+    "tool call": ("chat", SAME | {"tools": [{"type": "function", "function": LOOK}]}, "not continued: it has `tool_ca"),
+    "forced call": (
+        "chat",
+        SAME | {"tools": [{"type": "function", "function": LOOK}], "tool_choice": "required"},
+        "not continued: the request has `tool_choice`",
+    ),
+    "logprobs": ("chat", SAME | {"logprobs": True}, "not continued: the request has `logprobs`"),
+    "Responses": ("responses", {"model": "m", "input": "Say hello.", "stream": True}, r"lost after \d+ events$"),
+    "Messages": ("messages", SAME | {"max_tokens": TOKENS}, r"lost after \d+ events'"),
+}
+
+
+@pytest.mark.parametrize("kind", BREAKS)
+def test_the_sdks_raise_their_error_where_a_stream_does_not_go_on(kind: str, tmp_path: Path) -> None:
+    """It says why. Of the APIs that are not continued it says what it does without the setting."""
+    api, fields, message = BREAKS[kind]
+    with slow(tmp_path) as (servers, _, listen, _):
+        theirs = openai.OpenAI(base_url=f"{listen}/v1", api_key="none", max_retries=0, timeout=60)
+        other = anthropic.Anthropic(base_url=listen, api_key="none", max_retries=0, timeout=60)
+        resources: dict[str, Any] = {"chat": theirs.chat.completions, "responses": theirs.responses}
+        stream = resources.get(api, other.messages).with_raw_response.create(**fields)
+        events = iter(stream.parse())
+        next(events), next(events)
+        servers[stream.headers["x-lbproxy-endpoint"]].kill()
+        with pytest.raises((openai.APIError, anthropic.APIError), match=message):
+            list(events)
