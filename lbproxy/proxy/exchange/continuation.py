@@ -352,6 +352,6 @@ def relay_for(
     """What relays a response that begins."""
     if not (exchange.request.continues and can_continue(head)):
         return Relay(head, connection, ticket, exchange.record, runtime, exchange)
-    earlier = exchange.head_sent_by
-    continuation = earlier.continuation if isinstance(earlier, JoinedRelay) else Continuation(exchange, ticket)
+    earlier = moved(exchange.head_sent_by)
+    continuation = Continuation(exchange, ticket) if earlier is None else earlier.continuation
     return JoinedRelay(head, connection, ticket, runtime, continuation)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import pairwise
 
 import orjson
@@ -92,3 +93,25 @@ def test_a_server_that_keeps_characters_back_is_continued_from_a_whole_token(sto
         rest = stream.feed(token(whole[len(kept) :]))
         said = [orjson.loads(line[6:]) for line in rest.split(b"\n") if line]
         assert sent[many] + "".join(one["choices"][0]["delta"]["content"] for one in said) == whole
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_read_does_not_depend_on_how_it_is_cut_into_reads(seed: int) -> None:
+    """Whether events are known by how they begin and end, alone or several in a read, or are read one by one."""
+    rng = random.Random(seed)
+    texts = [
+        rng.choice(["a", " b", "", '"', "\\", "\n\n", ',"content":"', "海", "\u2028", "}]}", " \t"]) for _ in range(300)
+    ]
+    events = [token(text) for text in texts]
+    for at in rng.sample(range(300), 5):
+        events.insert(at, rng.choice([b": keep-alive\n\n", token("x").replace(b"tiny", b"other")]))
+    raw = HEAD + b"".join(events)
+    cuts = [0, *sorted(rng.sample(range(1, len(raw)), 200)), len(raw)]
+    said = [orjson.loads(event[6:])["choices"][0]["delta"]["content"] for event in events if event[0] != ord(":")]
+    for pieces in ([raw], [HEAD, *events], [raw[begin:end] for begin, end in pairwise(cuts)]):
+        stream = JoinedStream(chat=True)
+        assert b"".join(map(stream.feed, pieces)) == raw
+        stream.read()
+        assert (stream.tokens, stream.text_bytes) == (len(said), len("".join(said).encode()))
+        assert stream.obstacle is None
+        assert stream.move(()) == "".join(said).rstrip()
