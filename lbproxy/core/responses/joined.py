@@ -252,8 +252,8 @@ class JoinedStream:
         self._said = [text]
         self._tail.clear()
         self._seam = Seam(text[len(kept) :], text, stops)
-        self._seam.kept, self._seam.counted, self._seam.again = len(kept), text[:end], again
-        self.count(tokens)
+        self._seam.kept, self._seam.counted, self._seam.events = len(kept), text[:end], tokens
+        self.tokens = self._seam.tokens = max(0, tokens - again)
         self.failure = None
         return kept
 
@@ -264,9 +264,14 @@ class JoinedStream:
         return self._seam.counted
 
     def count(self, tokens: int) -> None:
-        """`counted` has so many tokens. Those that end in white space are generated again."""
-        assert self._seam is not None
-        self.tokens = self._seam.tokens = max(0, tokens - self._seam.again)
+        """`counted` has so many tokens. If that is more than it had events, several came in one. White space at its end
+        is generated again: one token, with or without what is before it, whatever it is within a text (SmolLM2 has two
+        for an empty line before a word). So less is no news of what the servers generated.
+        """
+        seam = self._seam
+        assert seam is not None
+        if tokens > seam.events:
+            self.tokens = seam.tokens = tokens - (len(seam.counted) > seam.kept)
 
     def _ends(self, held: int) -> Iterator[tuple[int, int]]:
         """Where each token ends, in characters, and how many there are then, from the last one on. Each event came when
@@ -371,8 +376,8 @@ class Seam:
         self._after = ""
         self.kept = 0
         """So many characters the server was told of."""
-        self.counted, self.again, self.tokens = "", 0, 0
-        """The text whose tokens count, less those that are generated again, and how many that makes."""
+        self.counted, self.events, self.tokens = "", 0, 0
+        """The text whose tokens count, in how many events it came, and its tokens but those that are generated again."""
         self.stopped = False
         """One of `stops` was completed by the text of the server that goes on."""
 

@@ -48,6 +48,30 @@ def test_what_a_dying_server_says_is_not_relayed_and_is_no_end(last: bytes, piec
     assert (stream.move(()), stream.tokens) == ("One, two", 2)
 
 
+@pytest.mark.parametrize(
+    ("said", "kept", "counted", "tokens"),
+    [
+        (["One", ".", "\n", "\n"], "One.", 3, 2),  # at its end a text's empty line is one token, before a word two
+        (["One", ".\n", "\n"], "One.", 3, 1),
+        (["One", " two", " three"], "One two three", 3, 3),
+        (["One", " two three"], "One two three", 3, 3),
+        (["One two", " three.\n\n"], "One two three.", 5, 4),
+        (["\n", "\n"], "", 1, 0),
+    ],
+)
+def test_tokens_are_counted_where_several_came_in_one_event(
+    said: list[str], kept: str, counted: int, tokens: int
+) -> None:
+    """By as many as it counts too few the response gets too long."""
+    stream = JoinedStream(chat=True)
+    stream.feed(HEAD + b"".join(map(token, said)))
+    stream.read()
+    assert stream.move(()) == kept
+    assert stream.counted == "".join(said)
+    stream.count(counted)
+    assert stream.tokens == tokens
+
+
 TOKENS = [
     "The",
     " sea",
