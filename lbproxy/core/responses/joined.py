@@ -377,7 +377,7 @@ class Seam:
         self.kept = 0
         """So many characters the server was told of."""
         self.counted, self.events, self.tokens = "", 0, 0
-        """The text whose tokens count, in how many events it came, and its tokens but those that are generated again."""
+        """The text whose tokens count, its events, and its tokens without those that are generated again."""
         self.stopped = False
         """One of `stops` was completed by the text of the server that goes on."""
 
