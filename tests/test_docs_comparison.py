@@ -30,6 +30,11 @@ CLAIMS: dict[str, tuple[str, ...]] = {
     "never lets a response that breaks off look complete": (
         "tests/proxy/exchange/test_exchange.py::test_a_stream_that_breaks_never_looks_whole",
     ),
+    "lets a stream go on at another server, or another model serve failures.md": (
+        "tests/proxy/exchange/test_continuation.py::test_it_goes_on_where_it_broke",
+        "tests/e2e/test_continuation_product.py::test_no_stream_breaks_and_each_says_what_it_would_have_said",
+        "tests/e2e/test_fallback_product.py::test_a_model_whose_server_died_is_served_by_another_one",
+    ),
     "ends the engine's work when a client disconnects": (
         "tests/e2e/test_product.py::test_a_client_that_leaves_ends_the_work_in_the_engine",
     ),
@@ -73,6 +78,9 @@ CLAIMS: dict[str, tuple[str, ...]] = {
     "wakes sleeping servers, and swaps models that share a GPU sleep.md": (
         "tests/e2e/test_sleep_e2e.py::test_two_models_on_one_gpu_are_never_both_awake_and_no_request_is_lost",
         "tests/e2e/test_sleep_e2e.py::test_a_webhook_starts_a_server_that_is_not_there",
+    ),
+    "has models loaded on demand sleep.md": (
+        "tests/e2e/test_models_on_demand.py::test_models_are_loaded_where_there_is_room_and_warm_ones_are_used",
     ),
     "says how many servers each model needs autoscaling.md": (
         "tests/benchmarks/test_autoscaling_bench.py::test_a_fleet_that_follows_grows_and_shrinks",
