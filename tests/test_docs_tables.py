@@ -114,7 +114,7 @@ def settings_list(section: type[BaseModel], prefix: str = "") -> str:
         assert name in descriptions(section), f"{prefix}{name} has no docstring"
         default, more = written(field.default, quantity(field)), takes(field)
         text = " ".join(descriptions(section)[name].split())
-        lines.append(f"- **{prefix}{name}**: {default}{f' ({more})' if more else ''}. {text}\n")
+        lines.append(f"- **{prefix}{field.alias or name}**: {default}{f' ({more})' if more else ''}. {text}\n")
     return "".join(lines)
 
 

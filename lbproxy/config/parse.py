@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, SecretStr, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from lbproxy.config.scenario import Scenario
@@ -181,11 +182,11 @@ def _unknown_key(loc: tuple[int | str, ...], section: type[BaseModel]) -> str:
     keys = iter(loc[:-1])
     for key in keys:
         if isinstance(key, str):
-            annotation = section.model_fields[key].annotation
+            annotation = _keys(section)[key].annotation
             if get_origin(annotation) is dict:
                 next(keys)  # a name that the user chose
             section = next(_sections(annotation))
-    known = list(section.model_fields)
+    known = list(_keys(section))
     elsewhere = sorted(_elsewhere(str(loc[-1]), root), key=lambda path: not path.startswith(f"{loc[0]}."))
     meant = [*difflib.get_close_matches(str(loc[-1]), known, n=1), *elsewhere][:MAX_MEANT]
     return (
@@ -195,13 +196,19 @@ def _unknown_key(loc: tuple[int | str, ...], section: type[BaseModel]) -> str:
 
 def _elsewhere(key: str, section: type[BaseModel], path: str = "") -> Iterator[str]:
     """The places in a section that have this key, in the order of the settings."""
-    if key in section.model_fields:
+    keys = _keys(section)
+    if key in keys:
         yield f"{path}{key}" if path else f"{key} at the top level"
-    for name, field in section.model_fields.items():
+    for name, field in keys.items():
         for inner in _sections(field.annotation):
             origin = get_origin(field.annotation)
             mark = "[]" if origin is tuple else ".NAME" if origin is dict else ""
             yield from _elsewhere(key, inner, f"{path}{name}{mark}.")
+
+
+def _keys(section: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Its fields by their names in a settings file."""
+    return {field.alias or name: field for name, field in section.model_fields.items()}
 
 
 def _sections(annotation: object) -> Iterator[type[BaseModel]]:

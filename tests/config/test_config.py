@@ -469,6 +469,7 @@ def test_other_models_may_stand_beside_an_alias_or_alone_and_in_circles() -> Non
         ("'a*': 'b*'", "models['a*'].to: expected a model that endpoints serve"),
         ("'a*': {split: {'a*': 1}}", "models['a*'].split['a*']: expected a model that endpoints serve"),
         ("a: {too: b}", "models.a.too: unknown key, did you mean to?"),
+        ("a: {continues: true}", "models.a.continues: unknown key, did you mean continue?"),
         ("a: {fallback: [a]}", "models.a.fallback[0]: expected another model that endpoints serve, not an alias"),
         ("a: {fallback: [b, c]}, c: {to: d}", "models.a.fallback[1]: expected another model that endpoints serve"),
         ("'a*': {fallback: ['b*']}", "models['a*'].fallback[0]: expected another model that endpoints serve"),
