@@ -114,7 +114,7 @@ def without_secrets(settings: Settings) -> dict[str, object]:
 
     What is secret is so by its type, which never shows more than stars, and not by its name: `kv_cache_tokens` is none.
     """
-    return {key: _with_three_stars(value) for key, value in settings.model_dump(mode="json").items()}
+    return {key: _with_three_stars(value) for key, value in settings.model_dump(mode="json", by_alias=True).items()}
 
 
 def _with_three_stars(value: object) -> object:

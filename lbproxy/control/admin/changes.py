@@ -60,7 +60,8 @@ def _differences(path: str, old: object, new: object, shown_old: object, shown_n
 def _parts(value: object, shown: object) -> dict[str, tuple[object, object]] | None:
     """What a section, or a collection of sections with names, consists of; None: it is no such thing."""
     if isinstance(value, Section) and isinstance(shown, dict):
-        return {name: (getattr(value, name), shown[name]) for name in type(value).model_fields}
+        keys = {name: field.alias or name for name, field in type(value).model_fields.items()}
+        return {key: (getattr(value, name), shown[key]) for name, key in keys.items()}
     if isinstance(value, dict) and isinstance(shown, dict) and all(map(_is_section, value.values())):
         return {name: (part, shown[name]) for name, part in value.items()}
     if isinstance(value, tuple) and isinstance(shown, list) and all(hasattr(one, "name") for one in value):

@@ -40,6 +40,12 @@ health: {interval: 500ms}
     ]
 
 
+def test_a_key_is_called_as_in_the_settings() -> None:
+    """`continue` cannot be the name of a field."""
+    before, after = (read(f"{BEFORE}models: {{m: {{fallback: [n]{more}}}}}") for more in ("", ", continue: true"))
+    assert changes(before, after) == ["models.m.continue: true, was null"]
+
+
 def test_another_order_of_endpoints_is_told() -> None:
     assert changes(read("endpoints: [http://a:1, http://b:1]"), read("endpoints: [http://b:1, http://a:1]")) == []
 
