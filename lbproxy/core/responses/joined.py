@@ -41,10 +41,7 @@ class JoinedStream:
         """The beginning of an event that is not complete."""
         self.is_whole = True
         """What passed ends with an event: one of lbproxy's own can follow."""
-        self._begin = self._end = b""
-        """Of an event of the first server, around the text. Empty: not known."""
-        self._unread = bytearray()
-        """The texts of such events that passed, in JSON, each with a comma."""
+        self._alike = AlikeEvents()
         self._identity: dict[str, Any] = {}
         self._said: list[str] = []
         """The text, by the events that have a token each: after a move, what was said before is one piece."""
@@ -86,16 +83,10 @@ class JoinedStream:
         if self.failure is not None or not data:
             return b""
         self.is_whole = is_whole
-        begin, end = self._begin, self._end
-        if begin and data.startswith(begin) and data.endswith(end):
-            texts = data[len(begin) : -len(end)]
-            if len(texts) > len(begin):
-                texts = texts.replace(end + begin, b",")
-            if texts.find(b"\n") < 0:
-                self._unread += texts + b","
-                if len(self._unread) >= READ_BYTES:
-                    self.read()
-                return data
+        if self._alike.take(data):
+            if len(self._alike.unread) >= READ_BYTES:
+                self.read()
+            return data
         self.read()
         if self.obstacle is None or self._seam is not None or _FAILED in data or _ABORTED in data:
             return self._event_by_event(data)
@@ -103,18 +94,12 @@ class JoinedStream:
 
     def read(self) -> None:
         """Read what passed unread."""
-        unread, self._unread = self._unread, bytearray()
-        if not unread or self.obstacle is not None:
-            return
-        try:
-            texts = orjson.loads(b"[%b]" % bytes(unread[:-1]))
-        except orjson.JSONDecodeError:
-            texts = [None]
-        if not all(type(one) is str for one in texts):
+        texts = self._alike.read()
+        if texts is None:
             self.give_up("an event cannot be read")
-            return
-        self.tokens += len(texts)
-        self._note_texts(texts)
+        elif self.obstacle is None:
+            self.tokens += len(texts)
+            self._note_texts(texts)
 
     def _event_by_event(self, data: bytes) -> bytes:
         """The same of other events. If the first of all says that the server failed, nothing began, and it passes like
@@ -142,7 +127,7 @@ class JoinedStream:
                 break
         if self._seam is not None or self.failure is not None:
             return b"".join(passed)
-        self._begin = b""
+        self._alike.begin = b""
         if len(passed) == 1 and last is not None and self.obstacle is None:
             self._learn(data, last)
         return data
@@ -156,7 +141,7 @@ class JoinedStream:
         before, key, after = event.partition(b'"%b":"' % name.encode())
         literal = _STRING_REST.match(after)
         if literal is not None and key not in after and type(delta.get(name)) is str and not delta.get("role"):
-            self._begin, self._end = before + key[:-1], after[literal.end() :]
+            self._alike.begin, self._alike.end = before + key[:-1], after[literal.end() :]
 
     # One event
 
@@ -251,6 +236,7 @@ class JoinedStream:
         again = 0 if end == len(kept) else 1 + sum(1 for _ in takewhile(lambda one: one[0] > len(kept), ends))
         self._said = [text]
         self._tail.clear()
+        self._alike.begin = b""
         self._seam = Seam(text[len(kept) :], text, stops)
         self._seam.kept, self._seam.counted, self._seam.events = len(kept), text[:end], tokens
         self.tokens = self._seam.tokens = max(0, tokens - again)
@@ -362,6 +348,38 @@ class JoinedStream:
             ends.append(b"data: " + orjson.dumps({**self._identity, **kind, "choices": [], "usage": usage}) + b"\n\n")
         self.is_over = True
         return b"".join(ends) + DONE
+
+
+class AlikeEvents:
+    """Events that differ in their text alone: it is gathered unread."""
+
+    def __init__(self) -> None:
+        self.begin = self.end = b""
+        """Of an event, around its text. Empty: not known."""
+        self.unread = bytearray()
+        """Texts in JSON, each with a comma."""
+
+    def take(self, data: bytes) -> bool:
+        """Whether these whole events are like that; their texts are gathered then."""
+        begin, end = self.begin, self.end
+        if not (begin and data.startswith(begin) and data.endswith(end)):
+            return False
+        texts = data[len(begin) : -len(end)]
+        if len(texts) > len(begin):
+            texts = texts.replace(end + begin, b",")
+        if texts.find(b"\n") >= 0:  # other events are between
+            return False
+        self.unread += texts + b","
+        return True
+
+    def read(self) -> list[str] | None:
+        """The texts gathered so far; None: they are no texts."""
+        unread, self.unread = bytes(self.unread[:-1]), bytearray()
+        try:
+            texts: list[Any] = orjson.loads(b"[%b]" % unread)
+        except orjson.JSONDecodeError:
+            return None
+        return texts if all(type(one) is str for one in texts) else None
 
 
 class Seam:
