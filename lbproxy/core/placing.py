@@ -75,7 +75,7 @@ class Placing:
         state.in_flight += 1
         state.awaiting_first_byte += 1
         if (on_demand := state.standing.on_demand) is not None and ticket.request.model is not None:
-            on_demand.count(ticket.request.model, 1)
+            on_demand.placed(ticket.request.model, ticket.submitted_at)
         state.placed += 1
         state.placed_seq = self._placements
         ticket.state, ticket.placed_on, ticket.placed_at = TicketState.PLACED, state, now
@@ -150,7 +150,7 @@ class Placing:
         usage = told = None if charged is not None and charged.is_estimate else charged
         state.in_flight -= 1
         if (on_demand := state.standing.on_demand) is not None and ticket.request.model is not None:
-            on_demand.count(ticket.request.model, -1)
+            on_demand.closed(ticket.request.model)
         state.standing.progress.open_ended -= ticket.request.open_ended
         if ticket.first_byte_at is None:
             state.awaiting_first_byte -= 1

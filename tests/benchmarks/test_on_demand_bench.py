@@ -12,7 +12,11 @@ SECONDS = 300.0
 
 @pytest.mark.parametrize("cell", CELLS[:2], ids=lambda cell: cell.title)
 def test_fewer_loads_and_a_fraction_of_the_wait(cell: Cell) -> None:
-    ours, least, ideal = run(cell, "lbproxy", SECONDS, 1), run(cell, "least", SECONDS, 1), best(cell, SECONDS, 1)
+    ours, least, ideal = (
+        run(cell, "lbproxy", SECONDS, 1),
+        run(cell, "least", SECONDS, 1),
+        best(cell, SECONDS, 1, tries=2),
+    )
     assert ours.failed == 0
     assert ours.mean_s < 0.2 * least.mean_s
     assert ours.loads < 0.6 * least.loads

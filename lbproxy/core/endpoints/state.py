@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -42,6 +43,8 @@ class Trial:
 
 ASSUMED: Final = HostSettings(awake=1)
 """How many models an endpoint has in memory at a time until it shows that."""
+ASKED: Final = 5
+"""How often a model is asked for is told by so many requests, the last ones."""
 
 
 class OnDemand:
@@ -55,8 +58,8 @@ class OnDemand:
         self.loading: frozenset[str] = frozenset()
         """Models that the first request has loaded: those that come meanwhile wait there too."""
         self.in_flight: dict[str, int] = {}
-        self.placed: dict[str, int] = {}
-        """Requests ever placed there."""
+        self.asked: dict[str, deque[float]] = {}
+        """When the last `ASKED` requests for a model came that were placed there."""
         self.host = ASSUMED
         """How many models it has in memory at a time: as the settings say, or as was seen, and one more than that until
         one had to go."""
@@ -67,11 +70,14 @@ class OnDemand:
         """Note how many models it has in memory at a time."""
         self.host, self.is_all = self.host.model_copy(update={"awake": models}), is_all
 
-    def count(self, model: str, more: int) -> None:
-        """One request more, or less (-1). Some may have begun before anything was counted."""
-        self.in_flight[model] = max(0, self.in_flight.get(model, 0) + more)
-        if more > 0:
-            self.placed[model] = self.placed.get(model, 0) + 1
+    def placed(self, model: str, at: float) -> None:
+        """One request more, which came at this time."""
+        self.in_flight[model] = self.in_flight.get(model, 0) + 1
+        self.asked.setdefault(model, deque(maxlen=ASKED)).append(at)
+
+    def closed(self, model: str) -> None:
+        """One less. It may have begun before anything was counted."""
+        self.in_flight[model] = max(0, self.in_flight.get(model, 0) - 1)
 
 
 class Standing:

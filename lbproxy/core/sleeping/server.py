@@ -158,6 +158,11 @@ class SleepServer:
         return sum(state.in_flight - state.standing.progress.open_ended for state in self.states)
 
     @property
+    def asked(self) -> Sequence[float]:
+        """When the last requests for a model that is loaded on demand came."""
+        return ()
+
+    @property
     def is_drained_by_operator(self) -> bool:
         """It is to get no requests anyway."""
         return all(state.draining for state in self.states)
@@ -267,6 +272,10 @@ class LoadableModel(SleepServer):
         return self.on_demand.in_flight.get(self._name, 0)
 
     @property
+    def asked(self) -> Sequence[float]:
+        return self.on_demand.asked.get(self._name, ())
+
+    @property
     def stranded(self) -> int:
         """None: what runs there keeps it in memory."""
         return 0
@@ -284,7 +293,7 @@ class LoadableModel(SleepServer):
         return before != (self.on_demand.unloaded, self.on_demand.loading)
 
     def _work(self, now: float) -> tuple[tuple[float, ...], bool]:
-        return (float(self.on_demand.placed.get(self._name, 0)),), self.in_flight > 0
+        return tuple(self.asked), self.in_flight > 0
 
 
 def model_url(state: EndpointState, model: str) -> str:

@@ -7,14 +7,14 @@ It is the owner of every `SleepServer`, and the only one that moves it from phas
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
+from itertools import chain, islice
 from math import inf
 from typing import Final
 
 from lbproxy.config.sleep import HostSettings
 from lbproxy.core.endpoints.endpoint import EndpointUid
 from lbproxy.core.endpoints.endpoint_set import EndpointSet
-from lbproxy.core.endpoints.state import ASSUMED, EndpointState, OnDemand
+from lbproxy.core.endpoints.state import ASKED, ASSUMED, EndpointState, OnDemand
 from lbproxy.core.engines.loading import LOADERS, loads_always
 from lbproxy.core.queue.ticket import Ticket, Wait
 from lbproxy.core.requests.request import InferenceRequest
@@ -41,6 +41,8 @@ class Need:
         self.waiting = 0
         self.wait_s = 0.0
         """The longest wait of them, so far or as predicted."""
+        self.expires_at = self.deadline = inf
+        """When the first of them is to be placed, and is to be served."""
         self.is_served = False
         """An endpoint that is awake takes them: another one would only shorten their wait."""
 
@@ -71,6 +73,8 @@ def read_needs(
             need.is_served = _is_served(need, endpoints, now)
         predicted_s = ticket.best_wait_s if ticket.best is not None or ticket.wait is Wait.WAKING else 0.0
         need.add(ticket.submitted_at, max(now - ticket.submitted_at, predicted_s))
+        need.expires_at = min(need.expires_at, ticket.expires_at)
+        need.deadline = min(need.deadline, request.deadline or inf)
     return list(needs.values())
 
 
@@ -277,6 +281,17 @@ class Servers:
             if host is None or memory[host] - server.has_memory < self.host_of(server).awake:
                 found.add(server.url)
         return found
+
+    def wanted(self, server: SleepServer, now: float) -> float:
+        """How many requests would wait for a model at any time if it was not in memory there: how often it is asked for
+        times how long its load takes. 0 if another endpoint has it too, if that is not known, and for a server that
+        is called.
+        """
+        load_s, alike = server.wakes.seconds, [] if server.model is None else self._listing(server.model)
+        if load_s is None or any(one is not server and one.takes_requests for one in alike):
+            return 0.0
+        asked = sorted(chain.from_iterable(one.asked for one in alike))[-ASKED:]
+        return load_s * len(asked) / (now - asked[0]) if asked and asked[0] < now else 0.0
 
     # Predictions
 

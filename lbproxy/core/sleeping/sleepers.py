@@ -10,7 +10,8 @@ carries out each order that it returns, once. Rules, in this order:
    does: one that has a place on its host, has failed least of late, and stands first in the settings.
 3. At most so many servers of a host are awake as its settings say; every phase in which a server may have the memory of
    the GPU counts. If there is no place, one of them is put to sleep: one that is idle, else one that has been awake for
-   `min_awake`. So what waits gets its turn after that time, a drain, a sleep and a wake at the latest.
+   `min_awake`. So what waits gets its turn after that time, a drain, a sleep and a wake at the latest. Of models that
+   are loaded on demand that one goes which is wanted least, and only if that pays (`_pays`).
 4. If requests wait longer for servers that are awake than a wake takes, one more is woken, but only into a free place.
 5. A server that was idle for `sleep_after` is put to sleep.
 
@@ -126,9 +127,9 @@ class Sleepers:
         """URLs of the servers that the last decision looked at."""
         self._memory: dict[str, int] = {}
         """In one decision, for `Servers.having_place`."""
-        self._tried: dict[str, bool] = {}
-        """Likewise: hosts on which a place was looked for, and whether one will be free. For what waits there too it is
-        so: one place is made at a time, for what waits longest.
+        self._tried: dict[str, SleepServer | bool] = {}
+        """Likewise: hosts on which a place was looked for, and whether one will be free, or which server could go. One
+        place is made at a time, for what waits longest: what waits there too waits for it as well.
         """
         self._stranded: dict[str, SleepServer] = {}
         """Servers with requests that only a wake would end, by URL."""
@@ -386,14 +387,7 @@ class Sleepers:
         if ready[0].url in has_place:
             self._raise(ready[0], need, orders, now)
         elif not (need.is_served or self.is_closing):
-            first_of_host: dict[str, SleepServer] = {}
-            for server in ready:
-                first_of_host.setdefault(server.spec.host or "", server)
-            for host, server in first_of_host.items():
-                if host not in self._tried or server.has_memory:
-                    self._tried[host] = self._make_place(server, need, now)
-                if self._tried[host]:
-                    return
+            self._make_place(ready, need, now)
 
     def _used(self, server: SleepServer) -> int:
         """How many models are in the memory that a model would be loaded into. Servers stand as in the settings."""
@@ -409,8 +403,32 @@ class Sleepers:
             server.calling = True
             orders.append(Order(Task.START if starts else Task.WAKE, server.url, need.model, need.waiting))
 
-    def _make_place(self, server: SleepServer, need: Need, now: float) -> bool:
-        """Have another server of its host put to sleep. Returns whether a place will be free."""
+    def _make_place(self, ready: Sequence[SleepServer], need: Need, now: float) -> None:
+        """Have a server put to sleep that shares its host with one that is ready to be woken, unless a place will be
+        free.
+        """
+        first_of_host: dict[str, SleepServer] = {}
+        for server in ready:
+            first_of_host.setdefault(server.spec.host or "", server)
+        found: list[tuple[float, int, SleepServer]] = []
+        for host, server in first_of_host.items():
+            if host not in self._tried or server.has_memory:
+                self._tried[host] = self._may_go(server, now)
+            one = self._tried[host]
+            if one is True:
+                return
+            if isinstance(one, SleepServer) and self._pays(one, server, need, now):
+                found.append((self._servers.wanted(one, now), len(found), one))
+                if one.is_called:
+                    break
+        if found:
+            victim = min(found)[-1]
+            self._tried[victim.spec.host or ""] = True
+            reason = f"requests wait for {need.model or ready[0].name} on its host"
+            self._servers.move(victim, SleepEvent.SLEEP, reason, now)
+
+    def _may_go(self, server: SleepServer, now: float) -> SleepServer | bool:
+        """Which other server of its host may be put to sleep; whether a place will be free without."""
         host = self._servers.host_of(server)
         others = [one for one in self._servers.beside(server) if one.has_memory]
         for one in others:
@@ -429,9 +447,19 @@ class Sleepers:
         ]
         if not ready:
             return False
-        victim = min(ready, key=lambda one: (not one.is_idle(now), one.idle_since, one.since))
-        self._servers.move(victim, SleepEvent.SLEEP, f"requests wait for {need.model or server.name} on its host", now)
-        return True
+        wanted = self._servers.wanted
+        return min(ready, key=lambda one: (wanted(one, now), not one.is_idle(now), one.idle_since, one.since))
+
+    def _pays(self, victim: SleepServer, server: SleepServer, need: Need, now: float) -> bool:
+        """Whether a model may give way to another: as many requests wait as would wait for it, or they have waited for
+        as long as the load takes and that of the other (rent or buy: Karlin et al., Algorithmica 3, 1988), or could
+        not wait longer.
+        """
+        if need.waiting >= self._servers.wanted(victim, now):
+            return True
+        load_s = server.wakes.seconds or 0.0
+        latest = min(need.expires_at, need.deadline - load_s) - self._servers.host_of(server).min_awake - UNASKED_S
+        return now >= min(latest, need.oldest_at + load_s + (victim.wakes.seconds or 0.0))
 
     def may_wake(self, url: str) -> bool:
         """Whether an order to wake a server still holds, now that the driver asked the others of its host again."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+from lbproxy.core.endpoints.endpoint import LoadSpec
 from lbproxy.core.engines.handover import Role
 from lbproxy.core.queue.flows import FlowRules
 from lbproxy.core.requests.outcome import Outcome
@@ -153,8 +154,8 @@ class FleetOptions:
     adapters_known: bool = True
     follows_loads: bool = True
     """Balancers are told that servers load models on demand, and which are loaded."""
-    never_load: tuple[frozenset[str], ...] = ()
-    """Models that each server is not to load; empty = each may load all."""
+    loading: tuple[LoadSpec, ...] = ()
+    """What balancers are told of the models that each server loads on demand; empty = nothing."""
     sizes_declared: bool = False
     scrape_interval_s: float | None = 0.2
     scrape_delay_s: float = 0.005

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from lbproxy.core.balancer import Balancer
-from lbproxy.core.endpoints.endpoint import NOTHING_SAID, EndpointSpec, EndpointUid, LoadSpec
+from lbproxy.core.endpoints.endpoint import NOTHING_SAID, EndpointSpec, EndpointUid
 from lbproxy.core.engines.handover import Role
 from lbproxy.core.engines.load_metrics import LoadMetrics, LoraMetrics
 from lbproxy.core.queue.ticket import Ticket
@@ -106,7 +106,7 @@ def introduce(front: LiveBalancer, servers: Sequence[LiveServer], options: Fleet
             kv_cache_tokens=server.spec.preset.kv_tokens if options.sizes_declared else None,
             role=server.spec.role,
             connector=None if server.spec.role is Role.BOTH else CONNECTOR,
-            loading=LoadSpec(never=options.never_load[server.number]) if options.never_load else NOTHING_SAID,
+            loading=options.loading[server.number] if options.loading else NOTHING_SAID,
         )
         for server in servers
     ]

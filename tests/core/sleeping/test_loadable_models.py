@@ -153,6 +153,63 @@ def test_of_idle_models_another_takes_the_place_at_once() -> None:
     assert boxes.place(waits) == 0
 
 
+def load(boxes: Boxes, model: str, *, now: float) -> int:
+    """A request has a model loaded in 10 s, and ends there. Returns where."""
+    ticket = boxes.ask(model, now=now)
+    for later in (0.1, 0.2, 0.3):
+        boxes.decide(now=now + later)
+    at = boxes.place(ticket)
+    boxes.say(at, [model], now=now + 10.0)
+    boxes.close(ticket, now=now + 10.5)
+    return at
+
+
+def test_that_model_gives_way_that_is_wanted_least() -> None:
+    """`a` is used less recently, but more often: two of its requests would wait for it at any time, and one for `b`."""
+    boxes = Boxes(LoadSpec(most=1), LoadSpec(most=1))
+    assert (load(boxes, "a", now=1.0), load(boxes, "b", now=20.0)) == (0, 1)
+    for now in (44.0, 46.0, 48.0, 50.0, 52.0):
+        assert boxes.home("a", now=now) == 0
+    assert boxes.home("b", now=55.0) == 1
+    boxes.decide(now=64.0)
+    assert load(boxes, "c", now=66.0) == 1
+
+
+def test_of_a_model_that_two_have_one_may_go_at_once() -> None:
+    boxes = Boxes(LoadSpec(most=1), LoadSpec(most=1))
+    assert load(boxes, "a", now=1.0) == 0
+    boxes.say(1, ["a"], now=20.0)
+    held = [boxes.ask("a", now=40.0 + n) for n in range(6)]
+    for ticket in held:
+        boxes.close(ticket, now=46.0)
+    boxes.decide(now=46.5)
+    boxes.decide(now=48.0)
+    load(boxes, "b", now=49.0)
+
+
+@pytest.mark.parametrize(
+    ("timeout", "waiting", "until"),
+    [(1000.0, 1, 19.5), (1000.0, 3, 0.0), (30.0, 1, 15.0)],
+    ids=["as long as both loads", "as many as would wait", "as long as the queue lets it"],
+)
+def test_a_model_that_is_asked_for_often_does_not_go_for_one_request_at_once(
+    timeout: float, waiting: int, until: float
+) -> None:
+    boxes = Boxes(LoadSpec(most=1), timeout=timeout)
+    load(boxes, "b", now=1.0)
+    load(boxes, "a", now=20.0)
+    for now in (44.0, 46.0, 48.0, 50.0, 52.0):
+        boxes.home("a", now=now)
+    boxes.decide(now=63.0)
+    held = [boxes.ask("b", now=64.0) for _ in range(waiting)]
+    for tenth in range(1, 10 * int(until)):
+        boxes.decide(now=64.0 + 0.1 * tenth)
+        assert boxes.memory(0, now=64.0 + 0.1 * tenth) == {"a": "awake"}
+    for later in (0.1, 0.5, 0.6):
+        boxes.decide(now=64.0 + until + later)
+    assert [boxes.place(ticket) for ticket in held] == [0] * waiting
+
+
 @pytest.mark.parametrize("policy", ["least-request", "adaptive"])
 def test_how_many_fit_is_seen(policy: str) -> None:
     """One more than was seen is tried, until one has to go for it; more than that is believed when it is seen."""
