@@ -428,11 +428,11 @@ class Talking(Small):
 
 
 @contextmanager
-def talking(environment: Environment) -> Iterator[Talking]:
+def talking(environment: Environment, *options: str) -> Iterator[Talking]:
     """Every process is killed at the end. What lbproxy thinks of servers that die so often is tested elsewhere."""
     LOGS.mkdir(exist_ok=True)
     env = {"VLLM_SERVER_DEV_MODE": "1"}
-    options = ["--num-gpu-blocks-override", "400"]
+    options = ("--num-gpu-blocks-override", "400", *options)
     both = [vllm(environment, f"words-{n}", "", 2, *options, env=env, model=environment.words) for n in (1, 2)]
     scissors = Scissors()
     relays = [CuttingRelay(server.url, scissors) for server in both]

@@ -2,7 +2,8 @@
 """Streams of real engines that go on at another server when theirs dies, at every place in a stream.
 
 The model is one that was trained (`words.py`), at temperature 0, one request at a time. Its text goes on as the one
-that nobody disturbed, wherever that one is the same with a cold and a warm cache. LBPROXY_DEATHS=190 is the full form.
+that nobody disturbed, wherever that one is the same with a cold and a warm cache. LBPROXY_DEATHS=190 is the full form;
+LBPROXY_STREAM_INTERVAL=5 has vLLM send five tokens in an event.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from tests.real.servers import MODEL, LlmServer, Talking, wait_until
 
 DEATHS = int(os.environ.get("LBPROXY_DEATHS", "12"))
 KILLS = max(1, DEATHS // 19)
+INTERVAL = os.environ.get("LBPROXY_STREAM_INTERVAL", "1")
 SAME = 0.95
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TOKENS = 48
@@ -93,11 +95,6 @@ class Said:
     def is_like(self, other: Said) -> bool:
         return (self.text, self.reasons) == (other.text, other.reasons)
 
-    def is_longer(self, other: Said) -> bool:
-        """By a few tokens: vLLM may send two in one event, which lbproxy counts as one of `max_tokens`."""
-        more = len(self.text) - len(other.text)
-        return self.reasons == other.reasons == ["length"] and 0 < more < SEEN and self.text.startswith(other.text)
-
 
 def read(path: str, raw: str) -> Said:
     lines = [line[6:] for line in raw.split("\n") if line.startswith("data: ")]
@@ -135,7 +132,7 @@ def ask(url: str, asked: Asked, events: int = 0, then: Callable[[str], object] |
 
 @pytest.fixture(scope="module")
 def talking(parts: Environment) -> Iterator[Talking]:
-    with servers.talking(parts) as found:
+    with servers.talking(parts, "--stream-interval", INTERVAL) as found:
         yield found
 
 
@@ -180,8 +177,6 @@ class Figures:
     deaths: int = 0
     streams: int = 0
     same: int = 0
-    longer: int = 0
-    """Of these, with more tokens than were asked for."""
     seams: int = 0
     """Lost or doubled characters."""
     different: Counter[str] = field(default_factory=Counter)
@@ -196,11 +191,11 @@ class Figures:
         self.deaths += len(passed)
         place = f"{one.asked.kind}, {one.asked.text[:30]!r}, {where}"
         self.faults += [f"{fault}: {place}" for fault in said.faults]
-        self.longer += said.is_longer(one.said)
-        if said.is_like(one.said) or said.is_longer(one.said):
-            self.same += 1
+        if said.usage and (said.is_like(one.said) or said.reasons == one.said.reasons == ["length"]):
             self.tokens_off[said.usage["completion_tokens"] - one.said.usage["completion_tokens"]] += 1
             self.prompts_off[said.usage["prompt_tokens"] - one.said.usage["prompt_tokens"]] += 1
+        if said.is_like(one.said):
+            self.same += 1
             return
         self.different[one.asked.kind] += 1
         said_before = passed[0].decode(errors="replace").rpartition("\n\n")[0] if passed else ""
@@ -219,8 +214,7 @@ class Figures:
     def told(self) -> str:
         return (
             f"{self.deaths} deaths in {self.streams} streams, {self.same} ({self.same / self.streams:.1%}) as nobody "
-            f"disturbed them, {self.longer} of them a token or two longer, "
-            f"{self.seams} with characters lost or doubled where servers changed, different: "
+            f"disturbed them, {self.seams} with characters lost or doubled where servers changed, different: "
             f"{dict(self.different)}; tokens off: {dict(self.tokens_off)}, of the prompt {dict(self.prompts_off)}"
         )
 
@@ -247,8 +241,7 @@ def test_streams_go_on(talking: Talking, undisturbed: list[Undisturbed], found: 
     assert not figures.faults
     assert not figures.seams
     assert figures.same / figures.streams >= SAME
-    # Where lbproxy writes the usage itself, as no server lives to: events with several tokens count as one.
-    assert sum(count for by, count in figures.tokens_off.items() if abs(by) <= 1) / figures.streams >= 0.9
+    assert all(abs(by) <= 1 for by in figures.tokens_off)
 
 
 @pytest.mark.timeout(3600)
@@ -259,7 +252,7 @@ def test_streams_go_on_after_kill_9(
     figures, rng = Figures(), random.Random(9)
     for number in range(KILLS):
         one = undisturbed[(3 * number) % len(undisturbed)]
-        events = rng.randrange(1, one.said.events - 4)
+        events = rng.randrange(1, max(2, one.said.events - 4))
         killed: list[LlmServer] = []
 
         def kill(name: str, killed: list[LlmServer] = killed) -> None:
@@ -276,3 +269,4 @@ def test_streams_go_on_after_kill_9(
     found(f"continuation: by kill -9: {figures.told()}")
     assert not figures.faults
     assert figures.streams - figures.same <= KILLS * (1 - SAME) + 0.5
+    assert all(abs(by) <= 1 for by in figures.tokens_off)
