@@ -24,9 +24,10 @@ _MAX_TRAILER_BYTES: Final = 16 << 10
 LINES_AT_ONCE: Final = 64
 """Chunks, and lines of a trailer, of a response that are walked in one turn of the loop: about 30 µs, whatever the
 endpoint sends. See `net.connections.backlog`."""
-DENSE_STEP_BYTES: Final = 8 << 10
-"""Of lines shorter than `_DENSE_LINE_BYTES` a watcher sees so much in one turn: less than 1 ms. An event of seven bytes
-costs it as much as one of a hundred, and a read has room for 37,000."""
+AT_ONCE_BYTES: Final = 8 << 10
+"""A larger read waits in the backlog: those of 200 streams in one turn took 140 ms. Of lines shorter than
+`_DENSE_LINE_BYTES` a watcher sees so much in one turn, less than 1 ms: an event of seven bytes costs it as much as one
+of a hundred, and a read has room for 37,000."""
 _DENSE_LINE_BYTES: Final = 64
 _SMALL_BYTES: Final = 1 << 10
 """Smaller chunks of a read are shown to the watcher together."""
@@ -289,9 +290,9 @@ class ChunkedFraming(Framing):
 def _seen_at_once(watcher: PayloadWatcher | None, data: bytes, at: int, to: int) -> int:
     """Up to where of `data[at:to]` the watcher sees in this turn of the loop."""
     size = to - at
-    if watcher is None or size <= DENSE_STEP_BYTES or _DENSE_LINE_BYTES * data.count(b"\n", at, to) <= size:
+    if watcher is None or size <= AT_ONCE_BYTES or _DENSE_LINE_BYTES * data.count(b"\n", at, to) <= size:
         return to
-    return at + DENSE_STEP_BYTES
+    return at + AT_ONCE_BYTES
 
 
 _USUAL_DIGITS: Final = 6

@@ -11,7 +11,7 @@ import pytest
 
 from lbproxy.core.requests.retry import UpstreamError
 from lbproxy.net.connections.backlog import TURN_S, Backlog
-from lbproxy.net.connections.h1 import LINES_AT_ONCE, PayloadWatcher, ResponseHead
+from lbproxy.net.connections.h1 import AT_ONCE_BYTES, LINES_AT_ONCE, PayloadWatcher, ResponseHead
 from lbproxy.net.connections.patience import NO_LIMITS
 from lbproxy.net.connections.pool import Connection, ConnectionPool
 from lbproxy.net.dialing.origin import Origin
@@ -99,6 +99,13 @@ class Stream(PayloadWatcher):
         return len(self.data) // len(CHUNK)
 
 
+class Full(Stream):
+    """Whose client is full once something is sent."""
+
+    def body(self, data: bytes) -> None:
+        asyncio.get_running_loop().call_soon(self.connection.pause)
+
+
 def slow_pool() -> ConnectionPool:
     """Of which one connection walks in a turn."""
     pool = ConnectionPool()
@@ -124,6 +131,7 @@ def test_of_a_read_of_tiny_chunks_one_turn_walks_few_and_all_arrive_in_order() -
         stream, other = Stream(pool), Stream(pool)
         body = b"".join(b"1\r\n%d\r\n" % (n % 10) for n in range(10_000)) + LAST
         stream.connection.data_received(body)
+        await turns(1)
         assert stream.lines == LINES_AT_ONCE
         assert stream.looks == 1, "the watcher looks once at what one turn brings"
         assert not stream.transport.is_reading(), "no more comes before it is walked"
@@ -157,6 +165,46 @@ def test_many_such_streams_together_get_no_more_of_a_turn() -> None:
             before = now
         await turns()
         assert [stream.data for stream in streams] == [CHUNK * 1000 + LAST] * len(streams)
+        pool.close()
+
+    run(main(), plain=True)
+
+
+def test_of_the_large_reads_of_one_turn_each_waits_in_the_backlog() -> None:
+    """200 streams of large events, each read at once, took 140 ms of one turn."""
+
+    async def main() -> None:
+        pool = slow_pool()
+        streams = [Stream(pool) for _ in range(40)]
+        chunk = b"%x\r\n%b\r\n" % (AT_ONCE_BYTES, bytes(AT_ONCE_BYTES))
+        for stream in streams:
+            stream.connection.data_received(chunk)
+            assert not stream.data
+            assert not stream.transport.is_reading()
+        for n in range(1, len(streams) + 1):
+            await turns(1)
+            assert sum(stream.data == chunk for stream in streams) == n
+        await turns()
+        assert all(stream.transport.is_reading() for stream in streams)
+        pool.close()
+
+    run(main(), plain=True)
+
+
+def test_who_is_full_once_a_large_read_is_sent_holds_no_second_one() -> None:
+    """What is passed on is sent at the end of the turn. A stream that was read before that held two reads for its
+    client: 350 KiB for each, of 500 that did not read.
+    """
+
+    async def main() -> None:
+        pool = ConnectionPool()
+        stream = Full(pool)
+        stream.connection.data_received(b"4000\r\n" + bytes(0x4000) + b"\r\n")
+        for _ in range(5):
+            await turns(1)
+            assert not stream.transport.is_reading()
+        stream.connection.resume()
+        assert stream.transport.is_reading()
         pool.close()
 
     run(main(), plain=True)

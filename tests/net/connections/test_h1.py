@@ -282,7 +282,7 @@ def test_of_many_short_lines_a_watcher_sees_few_at_once(kind: str, line: bytes) 
         at = framing.feed(data, at)
         turns += 1
         assert at > before
-        assert not is_dense or len(payload.data) - seen <= h1.DENSE_STEP_BYTES
+        assert not is_dense or len(payload.data) - seen <= h1.AT_ONCE_BYTES
     assert payload.data == text
     assert is_dense or turns == 1
 
