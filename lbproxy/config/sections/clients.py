@@ -95,9 +95,9 @@ def _one_of_two(value: dict[object, object]) -> dict[object, object]:
 def leads_to(authority: str, address: Address) -> bool:
     """Whether an endpoint's `host:port` leads back to a listener of ours: such a request would go round for ever."""
     host, _, port = authority.rpartition(":")
-    host = host.strip("[]")
     if int(port) != address.port:
         return False
+    host = host.strip("[]")
     # A wildcard takes whatever this machine is called; of those names only these are known without resolving.
     return host == address.host or (host in ("127.0.0.1", "::1", "localhost") and hosts_overlap(host, address.host))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+from functools import cached_property
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
@@ -359,14 +360,14 @@ class EndpointSettings(ShortSection):
             raise expected("only url and name with a file (its entries have keys of their own)")
         return self
 
-    @property
+    @cached_property
     def authority(self) -> str:
         """The URL's `host:port`. Of an SRV name the name, of a Unix socket the whole URL."""
         if self.is_unix or self.is_file:
             return self.url if self.is_unix else self.url.rpartition("/")[2]
         return self.url.partition("://")[2].partition("/")[0]
 
-    @property
+    @cached_property
     def place(self) -> str:
         """What no two endpoints have in common: the authority, with the URL's path and `model` if there are any."""
         if self.is_file:

@@ -311,6 +311,8 @@ class Discovery:
         if certificates is None:
             certificates = read_certificates(settings.endpoints)
         names = before._root.names if before is not None else []
+        self._made: dict[str, tuple[EndpointSettings, EndpointSpec]] = {} if before is None else before._made
+        """The last specs of entries that are addresses, by place."""
         self._root: Entries = Entries(settings.endpoints, certificates, self._own, names)
         files = {one.entry: one.known for one in before.files} if before is not None else {}
         self.files: list[EndpointFile] = [
@@ -357,12 +359,17 @@ class Discovery:
         """
         specs: dict[str, EndpointSpec] = {}
         taken: set[str] = set()
+        made, self._made = self._made, {}
 
         for entries in self._all():
             for entry in entries.addresses:
-                if entry.place not in specs and len(specs) < MAX_ENDPOINTS:
+                if (place := entry.place) not in specs and len(specs) < MAX_ENDPOINTS:
                     name = entry.name if entry.name not in taken else f"{entry.name}/{entry.authority}"
-                    specs[entry.place] = spec_of(entry, name, entries.certificates)
+                    known, spec = made.get(place, (None, None))
+                    if spec is None or known is not entry or spec.name != name or entry.tls.ca is not None:
+                        spec = spec_of(entry, name, entries.certificates)  # a thousand take 10 ms
+                    self._made[place] = entry, spec
+                    specs[place] = spec
                     taken.add(name)
         for entries in self._all():
             for one in entries.names:
