@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos.control import Control
 from tests.chaos.peers import PEERS
 from tests.chaos.rig import Rig, Server
 from tests.chaos.verdict import PROXY, Case
@@ -40,12 +41,21 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
         server.close()
 
 
+@pytest.fixture(scope="session")
+def control(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Control]:
+    """What this machine does to a process that nobody disturbs."""
+    control = Control(tmp_path_factory.mktemp("control") / "seen")
+    yield control
+    control.close()
+
+
 @pytest.fixture
-def case(request: pytest.FixtureRequest) -> Iterator[Case]:
+def case(request: pytest.FixtureRequest, control: Control) -> Iterator[Case]:
     """The test's figures; published and judged at its end, unless it was skipped."""
     mark = request.node.get_closest_marker("chaos")
     assert mark is not None
-    case = Case(*mark.args)
+    name, what = mark.args
+    case = Case(name, what, control)
     yield case
     if case.figures:
         case.publish()

@@ -2,8 +2,8 @@
 """A ticker on an event loop: how late the loop is, how much CPU time its turns take, how many tasks it has.
 
 Every 100 ms a line is added to FILE: time, the worst lag since the last line, the worst that is our own, the most CPU
-time that the thread used between two ticks, tasks. The ticker fires every 5 ms. A lag is our own where the process was
-not merely waiting for a CPU that others had, which Linux tells in /proc (schedstat); without it both are the same. What
+time that the thread used between two ticks, tasks. The ticker fires every 5 ms. A lag is our own where no thread was
+merely waiting for a CPU that others had, which Linux tells in /proc (schedstat); without it both are the same. What
 a hypervisor takes counts as our own; CPU time does not depend on it. If FILE.block exists the loop is blocked for the
 seconds in it, once; if FILE.jump does, the wall clock, as Python tells it, jumps by the seconds in it.
 """
@@ -41,15 +41,29 @@ def watch(path: str) -> None:
     process.run = watched
 
 
+class Waited:
+    """How long the threads of this process were ready to run, and did not, so far. Of all of them: who waits for the
+    interpreter waits for the thread that has it.
+    """
+
+    def __init__(self) -> None:
+        self._by_thread: dict[str, int] = {}
+        """In ns, also of threads that have ended."""
+
+    def seconds(self) -> float:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # one that ends
+            for thread in os.listdir("/proc/self/task"):
+                self._by_thread[thread] = int(Path(f"/proc/self/task/{thread}/schedstat").read_bytes().split()[1])
+        return sum(self._by_thread.values()) / 1e9
+
+
 class Ticker:
     """Writes what it sees until cancelled."""
 
     def __init__(self, path: str) -> None:
         self._block_order, self._jump_order = Path(f"{path}.block"), Path(f"{path}.jump")
         self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 - as long as the process
-        self._schedstat: int | None = None
-        with contextlib.suppress(OSError):
-            self._schedstat = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+        self._waited_s = Waited().seconds
 
     async def run(self) -> None:
         worst = own = most_cpu = 0.0
@@ -68,10 +82,6 @@ class Ticker:
                 # A lag that was ordered is none.
                 now, waited_now, cpu_now = time.monotonic(), self._waited_s(), time.thread_time()
             last, waited, cpu = now, waited_now, cpu_now
-
-    def _waited_s(self) -> float:
-        """How long this thread was ready to run, and did not, so far."""
-        return 0.0 if self._schedstat is None else int(os.pread(self._schedstat, 100, 0).split()[1]) / 1e9
 
     def _obey(self) -> None:
         if self._block_order.exists():
