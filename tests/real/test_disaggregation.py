@@ -226,7 +226,9 @@ def test_a_client_that_leaves_during_prefill(pair: Apart) -> None:
 
 
 def test_a_client_that_leaves_before_decode_begins(pair: Apart, found: Found) -> None:
-    """The decode server reads the request when the client is gone, and has the prefill server free the blocks."""
+    """The decode server reads the request when the client is gone, and has the prefill server free the blocks. Or it
+    sees that before its engine has the request, which vLLM then ends (`with_cancellation`): the lease frees them.
+    """
     expired = Counted(pair.prefill)
     with pair.decode.frozen():
         client = Leaving(pair, 11)
@@ -236,8 +238,11 @@ def test_a_client_that_leaves_before_decode_begins(pair: Apart, found: Found) ->
         client.leave()
         wait_until(lambda: in_flight(pair, pair.decode) == 0, "lbproxy has ended it")
     took_s = rest(pair)
-    found(f"{pair.connector}: a client left before decode began: nothing is held after {took_s:.1f} s")
-    assert expired("vllm:nixl_num_kv_expired_reqs_total") == 0
+    gone = expired("vllm:nixl_num_kv_expired_reqs_total")
+    found(
+        f"{pair.connector}: a client left before decode began: nothing is held after {took_s:.1f} s; "
+        f"{gone:.0f} leases expired"
+    )
 
 
 def test_a_client_that_leaves_during_decode(pair: Apart) -> None:
