@@ -265,9 +265,7 @@ class Servers:
 
     def has_place(self, server: SleepServer) -> bool:
         """Whether it may be awake beside those of its host that may have the memory of a GPU."""
-        if server.spec.host is None:
-            return True
-        return sum(one.has_memory for one in self.beside(server)) < self.host_of(server).awake
+        return bool(self.having_place([server], {}))
 
     def having_place(self, servers: Iterable[SleepServer], memory: dict[str, int]) -> set[str]:
         """Of servers that are not awake, those that have a place: their URLs. `memory`: how many of a host may have the
