@@ -247,6 +247,9 @@ token. `python -m benchmarks.on_demand` writes this page, and its docstring says
 models by Zipf's law, loads of 5 to 30 s, four requests at a time for each model, responses of 110 tokens in the mean; a
 request waits for 600 s. Medians of {seeds} seeds, {seconds:g} virtual seconds each. Prompts, memory and what models
 cost one another are not simulated.
+
+`best` can be had, it is no bound: of 11 assignments of models to boxes that were tried with the very requests that
+come, the one with the least mean. It is told how many models fit; lbproxy has to see that.
 """
 
 
