@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -11,10 +12,15 @@ from typing import Any
 import pytest
 
 from lbproxy.core.requests.outcome import Outcome
+from lbproxy.proxy.exchange.steps import Step
 from lbproxy.sim.mock.http import MockServer
 from lbproxy.sim.mock.mock_options import MockOptions
+from tests.proxy.conftest import Steps
 from tests.support.aio import run, until
+from tests.support.compiled import interpreted
+from tests.support.endpoint import STREAM_HEAD, Received, ScriptedEndpoint, Wire, event
 from tests.support.rig import Reply, Rig, post, rig
+from tests.support.state_tables import STEPS
 
 CONTINUE = "x-lbproxy-continue: 1\r\n"
 WAYS = ["how=fin at=event", "how=rst at=event", "how=rst at=chunk", "how=rst at=line", "how=fin framing=close"]
@@ -122,6 +128,62 @@ def test_without_a_count_each_event_is_a_token(fault: str) -> None:
             check_one(await it.ask(body_of()), CHAT, whole)
 
     run(main())
+
+
+async def ends_with_its_last_token() -> None:
+    """All tokens came, in one event: what is missing is the end alone."""
+    delta = {"role": "assistant", "content": "words" * 24}
+    said = {"id": "chatcmpl-1", "created": 1, "model": "m", "choices": [{"index": 0, "delta": delta}]}
+
+    async def script(wire: Wire, _: Received) -> None:
+        await wire.send(STREAM_HEAD + event(json.dumps(said)))
+        await asyncio.sleep(0.1)
+        wire.reset()
+
+    async with ScriptedEndpoint(script) as first, MockServer(MockOptions(model="m", speed=50)) as other:
+        urls = (first.url, "engine: vllm"), (other.url, "engine: vllm")
+        async with rig(*urls, more="routing: {policy: round-robin}") as it:
+            text, events = read(await it.ask(body_of()), CHAT)
+            assert text == delta["content"]
+            assert [one["choices"][0].get("finish_reason") for one in events if one["choices"]] == [None, "length"]
+            assert events[-1]["usage"]["completion_tokens"] == 30
+
+
+def test_a_response_that_has_all_its_tokens_ends() -> None:
+    run(ends_with_its_last_token())
+
+
+@interpreted
+def test_every_step_of_a_count_is_taken(steps: Steps) -> None:
+    """While it goes on its server goes down, or its client leaves; its connection is used again, or is closed."""
+    dies, slow = "break how=rst events=9", "slow-head every=1 on=all having=add_special_tokens"
+
+    async def main() -> None:
+        async with fleet("") as (it, _):
+            whole = await it.ask(post(asked(CHAT, 1)))
+        for faults in ((dies, ""), (dies, slow)):
+            async with fleet(*faults, more="timeouts: {connect: 300ms}") as (it, _):
+                check_one(await it.ask(body_of()), CHAT, whole)
+        await ends_with_its_last_token()
+        async with fleet(dies, slow, "", more="retry: {budget_per_second: 100}") as (it, _):
+            client = await it.connect()
+            client.send(body_of())
+            await client.head()
+            await until(lambda: (Step.PLACING, Step.COUNTING) in steps.taken)
+            await asyncio.sleep(0.1)
+            it.take_down("e2")
+            it.runtime.check()
+            await client.reader.readuntil(b"\r\n0\r\n\r\n")
+        async with fleet(dies, slow) as (it, _):
+            client = await it.connect()
+            client.send(body_of())
+            await client.head()
+            await until(lambda: it.snapshots()[1].in_flight == 1)
+            client.writer.transport.abort()
+            await until(lambda: it.snapshots()[1].in_flight == 0)
+
+    run(main())
+    assert {step for step in STEPS if Step.COUNTING in step} <= steps.taken
 
 
 def test_the_text_is_counted_as_llamacpp_is_asked_to() -> None:
