@@ -624,7 +624,7 @@ LAST_CHUNK: Final = b"0\r\n\r\n"
 
 
 _SIZE_LINES: Final = [b"%x\r\n" % size for size in range(1024)]
-"""The first line of a chunk, by its size. To write one for each event costs more than all else of a chunk."""
+"""The first line of a chunk, by its size. To format one takes 750 instructions."""
 
 
 def chunk(payload: bytes) -> bytes:
