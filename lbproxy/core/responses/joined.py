@@ -3,8 +3,8 @@
 
 What the first server sends passes unchanged, in whole events. Its text is kept, up to `MAX_TEXT_BYTES`: an event that
 differs from the one before in its text alone is known by how it begins and ends, and the texts of many are read at
-once. That is a quarter of what it costs to read an event. The events of later servers are written anew, with the id, time
-and model of the first, without another role, and with the usage of all: the prompt is the client's, and what was
+once. That is a quarter of what it costs to read an event. The events of later servers are written anew, with the id,
+time and model of the first, without another role, and with the usage of all: the prompt is the client's, and what was
 generated is a response, wherever it was.
 """
 
