@@ -241,7 +241,7 @@ def test_streams_go_on(talking: Talking, undisturbed: list[Undisturbed], found: 
     assert not figures.faults
     assert not figures.seams
     assert figures.same / figures.streams >= SAME
-    assert all(abs(by) <= 1 for by in figures.tokens_off)
+    assert all(abs(by) <= 1 for by in figures.tokens_off | figures.prompts_off)
 
 
 @pytest.mark.timeout(3600)
@@ -269,4 +269,4 @@ def test_streams_go_on_after_kill_9(
     found(f"continuation: by kill -9: {figures.told()}")
     assert not figures.faults
     assert figures.streams - figures.same <= KILLS * (1 - SAME) + 0.5
-    assert all(abs(by) <= 1 for by in figures.tokens_off)
+    assert all(abs(by) <= 1 for by in figures.tokens_off | figures.prompts_off)

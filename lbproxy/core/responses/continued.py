@@ -51,6 +51,8 @@ _NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
 """Fields with which a request is continued if they say what they say by default."""
 _NAME: Final = re.compile(r"[a-z_]{1,64}")
 _LIMITS = ("max_completion_tokens", "max_tokens")
+_TOKENIZED = ("model", "tools", "chat_template", "chat_template_kwargs")
+"""Fields of a chat that say how its messages become tokens."""
 
 
 class NotContinuedError(Exception):
@@ -124,18 +126,25 @@ def continued(fields: Mapping[str, object], *, chat: bool, text: str, tokens: in
     return orjson.dumps(changed | {"continue_final_message": True, "add_generation_prompt": False})
 
 
-def count_request(fields: Mapping[str, object], text: str, *, name: str) -> bytes:
-    """The body of the request for the number of a text's tokens: of /tokenize, where the text is called `name`."""
-    model = {} if "model" not in fields else {"model": fields["model"]}
+def count_request(fields: Mapping[str, object], text: str | None, *, name: str) -> bytes:
+    """The body of the request for the number of tokens of a text, or (None) of the prompt: of /tokenize, where a text
+    is called `name`.
+    """
+    asked = {key: fields[key] for key in _TOKENIZED if key in fields}
+    if text is None and "messages" in fields:
+        return orjson.dumps(asked | {"messages": fields["messages"], "add_generation_prompt": True})
+    model = {key: asked[key] for key in ("model",) if key in asked}
+    if text is None:
+        special = fields.get("add_special_tokens", True)
+        return orjson.dumps({**model, name: fields["prompt"], "add_special_tokens": special, "add_special": special})
     return orjson.dumps({**model, name: text, "add_special_tokens": False})
 
 
-def read_count(body: bytes, text: str) -> int | None:
-    """The number of a text's tokens, as the response says it; None: it cannot be that."""
+def read_count(body: bytes) -> int | None:
+    """The number of tokens, as the response says it; None: it says none."""
     try:
         said = orjson.loads(body) if is_light(body) else None
     except orjson.JSONDecodeError:
         return None
     tokens = said.get("tokens") if type(said) is dict else None
-    count = len(tokens) if type(tokens) is list else None
-    return count if count is not None and 0 < count <= len(text.encode("utf-8", "replace")) else None
+    return len(tokens) or None if type(tokens) is list else None

@@ -228,7 +228,7 @@ class JoinedStream:
         it were whole: if a server repeats `exactly` what another said, it gets the text up to the last whole token, and
         repeats the rest.
         """
-        text, held = "".join(self._said), held if exactly else 0
+        text, held = self.text, held if exactly else 0
         most = len(text.rstrip() if held else text)
         ends = ((at, many) for at, many in self._ends(held) if at <= most)
         end, tokens = next(ends)
@@ -256,8 +256,27 @@ class JoinedStream:
         """
         seam = self._seam
         assert seam is not None
-        if tokens > seam.events:
+        if seam.events < tokens <= _most_tokens(seam.counted):
             self.tokens = seam.tokens = tokens - (len(seam.counted) > seam.kept)
+
+    @property
+    def text(self) -> str:
+        """All of it so far."""
+        return "".join(self._said)
+
+    def count_all(self, tokens: int) -> None:
+        """`text` has so many tokens, and the model ended it with one more."""
+        if tokens <= _most_tokens(self.text):
+            self.tokens = max(self.tokens, tokens + 1)
+
+    def count_prompt(self, tokens: int) -> None:
+        """The prompt has so many."""
+        self._prompt_tokens = tokens
+
+    @property
+    def lacks_usage(self) -> bool:
+        """No server told it, or how long the prompt is."""
+        return self._prompt_tokens is None and not self._told_usage and not self.is_over
 
     def _ends(self, held: int) -> Iterator[tuple[int, int]]:
         """Where each token ends, in characters, and how many there are then, from the last one on. Each event came when
@@ -348,6 +367,11 @@ class JoinedStream:
             ends.append(b"data: " + orjson.dumps({**self._identity, **kind, "choices": [], "usage": usage}) + b"\n\n")
         self.is_over = True
         return b"".join(ends) + DONE
+
+
+def _most_tokens(text: str) -> int:
+    """A server that counts more is wrong."""
+    return len(text.encode("utf-8", "replace"))
 
 
 class AlikeEvents:

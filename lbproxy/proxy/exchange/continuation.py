@@ -4,11 +4,14 @@
 A relay that breaks after the commitment asks its exchange for a move. Until then the client has whole events in chunks
 of lbproxy's own, so the next server's may follow whatever the first one sent last. That next attempt is like any other
 that has the head of an earlier one: it may fail and be repeated before its first new event, which commits it again. It
-asks twice: how many tokens the text so far has, as servers send several in one event, and then for the rest of it.
+asks twice: how many tokens the text so far has, as servers send several in one event, and then for the rest of it. If
+nothing but the usage is missing, another server is asked for the numbers alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import chain
 from typing import Final, Protocol
 
 from lbproxy.core.endpoints.state import EndpointState
@@ -34,7 +37,8 @@ from lbproxy.driver.request_runtime import RequestRuntime
 from lbproxy.net.connections.call import Call, Called, Result
 from lbproxy.net.connections.h1 import ResponseHead
 from lbproxy.net.connections.pool import Connection
-from lbproxy.proxy.exchange.exchanger import Exchanger, Guard, origin_of
+from lbproxy.net.dialing.origin import Origin
+from lbproxy.proxy.exchange.exchanger import Exchanger, Guard
 from lbproxy.proxy.exchange.relay import (
     LAST_CHUNK,
     HeadSender,
@@ -72,10 +76,8 @@ class StreamOwner(RelayOwner, Requester, Guard, Protocol):
     ) -> None:
         """End the attempt, which failed so and used this, and begin another for the rest of the response."""
 
-    def counted(self, ending: bytes | None) -> None:
-        """The text has been counted, or the endpoint does not do that. `ending`: the events that end the response, if
-        it has all its tokens; None: request the rest of it.
-        """
+    def counted(self) -> None:
+        """The text has been counted, or the endpoint does not do that: request the rest of it, if there is any."""
 
     def hold(self, size: int) -> bool:
         """Count so many more bytes of memory. Returns whether there is room."""
@@ -84,9 +86,10 @@ class StreamOwner(RelayOwner, Requester, Guard, Protocol):
 class Continuation:
     """Of one request, whose response may go on at another server."""
 
-    def __init__(self, exchange: StreamOwner, ticket: Ticket) -> None:
+    def __init__(self, exchange: StreamOwner, ticket: Ticket, shared: Exchanger) -> None:
         """When its first response begins."""
         self.exchange = exchange
+        self._shared = shared
         self._first = exchange.request, exchange.placed
         self.ticket = ticket
         """Of the server whose stream is relayed, or was."""
@@ -98,6 +101,8 @@ class Continuation:
         """What came before the last move, as the next server is told it."""
         self.counts = False
         """The next server is asked for the number of its tokens first."""
+        self._uncounted = ["prompt", "text"]
+        """What no server was asked to count yet when only the usage was missing."""
 
     def obstacle(self) -> str | None:
         """Why the stream cannot go on elsewhere; None: it can."""
@@ -112,14 +117,14 @@ class Continuation:
             return str(why)
         return joined.obstacle
 
-    def move(self, error: UpstreamError, runtime: RequestRuntime) -> str | None:
+    def move(self, error: UpstreamError) -> str | None:
         """The stream broke, or is to leave its server: have it go on elsewhere. Returns why that cannot be; None: it
         does. What a server did that is dead costs no budget, as its load is gone.
         """
         why = self.obstacle()
         if why is None and error.kind is not FailureKind.RESET:
             asked = UpstreamError(FailureKind.STRANDED, error.detail)
-            if not runtime.after_failure(self.ticket, asked, ()).retry:
+            if not self._shared.runtime.after_failure(self.ticket, asked, ()).retry:
                 why = "no other endpoint is left, or no budget for it"
         if why is None:
             ended = Outcome.CLIENT_CLOSED if error.kind is FailureKind.STRANDED else Outcome.UPSTREAM_BROKE
@@ -141,50 +146,75 @@ class Continuation:
         placed = placed._replace(max_tokens=left, deadline=None, splittable=False, fallback_after_s=None)
         return request._replace(pieces=(), naming=None, fallbacks=()), placed
 
-    def count(self, shared: Exchanger, ticket: Ticket) -> Call:
+    def count(self, ticket: Ticket) -> Call:
         """Have an endpoint count the tokens of the text: see StreamOwner.counted."""
-        exchange, state, limits = self.exchange, ticket.placed_state, shared.limits
-        name = "content" if is_engine(state, "llamacpp") else "prompt"
-        body = count_request(self._read(), self.joined.counted, name=name)
-        request = as_named_by(state.endpoint, exchange.request._replace(target="/tokenize", body=body))
-        forwarded = exchange.client.peer.lines(request.fields, http10=request.http10)
-        head = request.head_for(
-            state.endpoint, exchange.record.attempt_id, forwarded, max_tier=exchange.placed.max_tier
-        )
+        self.counts = False
+        return self._count(ticket.placed_state, self.joined.counted, self.joined.count, self.exchange.counted)
 
-        limits = limits._replace(response_s=limits.connect_s)
-        done = lambda result: exchange.guarded(self._counted, result)  # noqa: E731
-        call = Call(shared.connections, origin_of(ticket), limits, MAX_IDS_BYTES, done)
+    def count_usage(self, then: Callable[[], None]) -> Call | None:
+        """Have a server count what the client's usage needs and none told, one number after the other. None: nothing is
+        left that one can count.
+        """
+        joined, placed, ticket = self.joined, self.exchange.placed, self.ticket
+        if not (self._uncounted and joined.lacks_usage and wants_usage(self._read())):
+            return None
+        usable = chain.from_iterable(self._shared.runtime.serving.by_tier(placed.model, placed.max_tier))
+        died = ticket.placed_state.endpoint.uid
+        other = next((one for one in usable if goes_on(one) and one.endpoint.uid != died), None)
+        if other is None:
+            return None
+        if self._uncounted.pop() == "prompt":
+            return self._count(other, None, joined.count_prompt, then)
+        if joined.finish_reason != "stop" or not joined.text:  # otherwise it has as many tokens as it may have
+            return self.count_usage(then)
+        return self._count(other, joined.text, joined.count_all, then)
+
+    def _count(
+        self, state: EndpointState, text: str | None, note: Callable[[int], None], then: Callable[[], None]
+    ) -> Call:
+        """Have an endpoint count the tokens of a text, or of the prompt (None): note it, if it does, and go on."""
+        exchange, shared, endpoint = self.exchange, self._shared, state.endpoint
+        body = count_request(self._read(), text, name="content" if is_engine(state, "llamacpp") else "prompt")
+        request = as_named_by(endpoint, exchange.request._replace(target="/tokenize", body=body))
+        forwarded = exchange.client.peer.lines(request.fields, http10=request.http10)
+        head = request.head_for(endpoint, exchange.record.attempt_id, forwarded, max_tier=exchange.placed.max_tier)
+
+        def counted(result: Result) -> None:
+            tokens = read_count(result.body) if isinstance(result, Called) and result.head.status == 200 else None
+            if tokens is not None:
+                note(tokens)
+            then()
+
+        limits = shared.limits._replace(response_s=shared.limits.connect_s)
+        origin = Origin.parse(endpoint.base_url, endpoint.tls, endpoint.proxy)
+        done = lambda result: exchange.guarded(counted, result)  # noqa: E731
+        call = Call(shared.connections, origin, limits, MAX_IDS_BYTES, done)
         call.start("POST", head, request.body)
         return call
-
-    def _counted(self, result: Result) -> None:
-        self.counts = False
-        if isinstance(result, Called) and result.head.status == 200:
-            tokens = read_count(result.body, self.joined.counted)
-            if tokens is not None:
-                self.joined.count(tokens)
-        self.exchange.counted(self.ending())
 
     def rest(self, request: ClientRequest) -> ClientRequest:
         """The request for the rest of the response."""
         text, tokens = self._text, self.joined.tokens
         return request._replace(body=continued(self._read(), chat=self._is_chat, text=text, tokens=tokens))
 
-    def ending(self) -> bytes | None:
-        """What is missing of a response that its server had finished; None: something else is."""
+    @property
+    def has_all(self) -> bool:
+        """Its server had finished the response: what is missing are events that tell so, and the usage."""
         joined = self.joined
         if joined.obstacle is not None:
-            return None
+            return False
         try:
-            fields = self._read()
+            left = tokens_left(self._read(), joined.tokens)
         except NotContinuedError:
-            return None
+            return False
+        return joined.finish_reason is not None or joined.is_over or (left is not None and left <= 0)
+
+    def ending(self) -> bytes:
+        """What is missing of a response that has all else."""
+        joined, fields = self.joined, self._read()
         left = tokens_left(fields, joined.tokens)
-        if joined.finish_reason is None and not joined.is_over and (left is None or left > 0):
-            return None
-        if joined.finish_reason == "length" and left is not None:
-            joined.tokens += left  # some came together
+        if left is not None and (joined.finish_reason == "length" or left < 0):
+            joined.tokens += left  # some came together, or were counted apart
         return joined.ending(round(expected_prompt_tokens(self.ticket)) if wants_usage(fields) else None)
 
     def _read(self) -> dict[str, object]:
@@ -223,6 +253,8 @@ class JoinedRelay(Relay):
         """Of the servers before."""
         self._held = self._joined.text_bytes
         """Bytes of text that are counted."""
+        self._call: Call | None = None
+        """Another server counts what the usage tells."""
         self._why: str | None = None
         """Why it does not go on elsewhere."""
 
@@ -274,13 +306,12 @@ class JoinedRelay(Relay):
             Relay.broke(self, error)
             return
         self._connection = None
-        ending = self.continuation.ending()
-        if ending is not None:
-            self.complete(ending)
+        if self.continuation.has_all:
+            self.end()
             return
         self._release_head()
         self._count()
-        why = self.continuation.move(error, self._runtime)
+        why = self.continuation.move(error)
         if why is not None:
             self._why = why
             Relay.broke(self, UpstreamError(error.kind, f"{error.detail}; not continued: {why}"))
@@ -293,7 +324,7 @@ class JoinedRelay(Relay):
         if joined.is_over or joined.finish_reason is not None or self.continuation.obstacle():
             return
         error = UpstreamError(FailureKind.STRANDED, "the endpoint drains")
-        if self.continuation.move(error, self._runtime) is None:
+        if self.continuation.move(error) is None:
             connection.abort()
             self._connection = None
             self._enter(Stage.FINISHED)
@@ -307,8 +338,26 @@ class JoinedRelay(Relay):
     def _events(self) -> int:
         return self._events_before + (0 if self._scanner is None else self._scanner.events)
 
+    def end(self) -> None:
+        """End where the server did not. What the usage tells is counted first; it is estimated if nobody does that."""
+        self._call = self.continuation.count_usage(self.end)
+        if self._call is None:
+            self.complete(self.continuation.ending())
+
+    def cut(self, why: Outcome) -> None:
+        if self._call is None:
+            Relay.cut(self, why)
+        else:
+            self._call.cancel()
+            self.complete(self.continuation.ending())
+
+    def release(self) -> None:
+        if self._call is not None:
+            self._call.cancel()
+        Relay.release(self)
+
     def complete(self, ending: bytes) -> None:
-        """End where the server did not: what is missing is known."""
+        """End with these events."""
         if self._chunked:
             ending = (chunk(ending) if ending else b"") + LAST_CHUNK
         self._send(ending)
@@ -347,11 +396,11 @@ def moved(by: HeadSender | None) -> JoinedRelay | None:
 
 
 def relay_for(
-    exchange: StreamOwner, head: ResponseHead, connection: Connection, ticket: Ticket, runtime: RequestRuntime
+    exchange: StreamOwner, head: ResponseHead, connection: Connection, ticket: Ticket, shared: Exchanger
 ) -> Relay:
     """What relays a response that begins."""
     if not (exchange.request.continues and can_continue(head)):
-        return Relay(head, connection, ticket, exchange.record, runtime, exchange)
+        return Relay(head, connection, ticket, exchange.record, shared.runtime, exchange)
     earlier = moved(exchange.head_sent_by)
-    continuation = Continuation(exchange, ticket) if earlier is None else earlier.continuation
-    return JoinedRelay(head, connection, ticket, runtime, continuation)
+    continuation = Continuation(exchange, ticket, shared) if earlier is None else earlier.continuation
+    return JoinedRelay(head, connection, ticket, shared.runtime, continuation)

@@ -192,7 +192,7 @@ class Exchange(HeadReceiver, ABC):
         """Send the request, or its second leg, to where it is placed."""
         connections, before = self._shared.connections, moved(self.head_sent_by)
         if before is not None and before.continuation.counts:
-            self._enter(steps.COUNTING, before.continuation.count(self._shared, ticket))
+            self._enter(steps.COUNTING, before.continuation.count(ticket))
             return
         connection = connections.take(origin_of(ticket)) if ticket.request.repeatable else None  # it may be closed
         if connection is not None:
@@ -393,7 +393,7 @@ class Exchange(HeadReceiver, ABC):
             Instead(head, connection, lambda head, body: self.guarded(self._cannot_continue, head, body))
             return
         self._shared.conceal(head, ticket.placed_state.endpoint)
-        relay = relay_for(self, head, connection, ticket, self._shared.runtime)
+        relay = relay_for(self, head, connection, ticket, self._shared)
         self._enter(steps.RELAYING, relay)
         relay.begin(self, self._own_fields(), head_sent_by=self.head_sent_by)
 
@@ -493,14 +493,14 @@ class Exchange(HeadReceiver, ABC):
         self.request, self.placed, self.head_sent_by = request, placed, self.relay
         self._place()
 
-    def counted(self, ending: bytes | None) -> None:
+    def counted(self) -> None:
         ticket, before = self._ticket, moved(self.head_sent_by)
         assert ticket is not None
-        if ending is None or before is None:
-            self._connect(ticket)
-        else:  # it ends where it broke
+        if before is not None and before.continuation.has_all:  # it ends where it broke
             self._enter(steps.RELAYING, before)
-            before.complete(ending)
+            before.end()
+        else:
+            self._connect(ticket)
 
     # Another attempt
 

@@ -15,6 +15,7 @@ from lbproxy.core.requests.outcome import Outcome
 from lbproxy.proxy.exchange.steps import Step
 from lbproxy.sim.mock.http import MockServer
 from lbproxy.sim.mock.mock_options import MockOptions
+from lbproxy.sim.mock.text import TOKEN_BYTES
 from tests.proxy.conftest import Steps
 from tests.support.aio import run, until
 from tests.support.compiled import interpreted
@@ -72,8 +73,7 @@ def check_one(reply: Reply, path: str, whole: Reply) -> None:
     assert sum("role" in one["choices"][0].get("delta", {}) for one in events if one["choices"]) == (path == CHAT)
     used, expected_use = events[-1]["usage"], undisturbed[-1]["usage"]
     assert used["completion_tokens"] == expected_use["completion_tokens"]
-    if "prompt_tokens_details" in used:  # else the last server died after all text, and the prompt is estimated
-        assert used["total_tokens"] == expected_use["total_tokens"]
+    assert used["total_tokens"] == expected_use["total_tokens"]
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
@@ -184,6 +184,89 @@ def test_every_step_of_a_count_is_taken(steps: Steps) -> None:
 
     run(main())
     assert {step for step in STEPS if Step.COUNTING in step} <= steps.taken
+
+
+@asynccontextmanager
+async def dies_before_its_usage(
+    path: str, other: str, more: str = "", engine: str = "vllm"
+) -> AsyncIterator[tuple[Rig, str]]:
+    """A rig before a server that ends its response by itself, with several tokens in an event, and dies before it tells
+    the usage; and another with a fault. With the text of the response.
+    """
+    text = "words, and more. " * 4
+
+    async def script(wire: Wire, _: Received) -> None:
+        await wire.send(STREAM_HEAD)
+        for piece, reason in ((text[:40], None), (text[40:], None), ("", "stop")):
+            said = {"delta": {"content": piece}} if path == CHAT else {"text": piece}
+            choice = {"index": 0, **said, "finish_reason": reason}
+            await wire.send(event(json.dumps({"id": "1", "created": 1, "model": "m", "choices": [choice]})))
+        await asyncio.sleep(0.1)
+        wire.reset()
+
+    options = MockOptions(model="m", speed=50, faults=(other,) if other else ())
+    async with ScriptedEndpoint(script) as first, MockServer(options) as second:
+        urls = (first.url, "engine: vllm"), (second.url, f"engine: {engine}")
+        async with rig(*urls, more=f"routing: {{policy: round-robin}}\n{more}") as it:
+            yield it, text
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_where_the_usage_alone_is_missing_another_server_counts(path: str) -> None:
+    async def main() -> None:
+        async with fleet("") as (it, _):
+            prompt = read(await it.ask(post(asked(path, 1), path)), path)[1][-1]["usage"]["prompt_tokens"]
+        async with dies_before_its_usage(path, "") as (it, text):
+            said, events = read(await it.ask(body_of(path)), path)
+            assert said == text
+            own = len(text) // TOKEN_BYTES + 1
+            used = {"prompt_tokens": prompt, "completion_tokens": own, "total_tokens": prompt + own}
+            assert events[-1]["usage"] == used
+            assert [one["choices"][0]["finish_reason"] for one in events if one["choices"]] == [None, None, "stop"]
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("fault", "engine"),
+    [("status code=404", "vllm"), ("garbage", "vllm"), ("slow-head every=1", "vllm"), ("", "trtllm-serve")],
+)
+def test_where_nobody_counts_the_usage_is_estimated(fault: str, engine: str) -> None:
+    async def main() -> None:
+        more, fault_of_counts = "timeouts: {connect: 300ms}", fault and f"{fault} on=all having=add_"
+        async with dies_before_its_usage(CHAT, fault_of_counts, more, engine) as (it, text):
+            said, events = read(await it.ask(body_of()), CHAT)
+            assert (said, events[-1]["usage"]["completion_tokens"]) == (text, 3)
+            await until(lambda: it.records.requests, "it is recorded")
+            assert it.records.requests[0].outcome is Outcome.COMPLETED
+
+    run(main())
+
+
+@pytest.mark.parametrize("how", ["leaves", "cut"])
+def test_a_count_for_the_usage_ends_with_its_request(how: str) -> None:
+    """Nobody waits for it when lbproxy stops, or its client is gone."""
+
+    async def main() -> None:
+        async with dies_before_its_usage(CHAT, "slow-head every=1 on=all having=add") as (it, text):
+            client = await it.connect()
+            client.send(body_of())
+            began = await client.reader.readuntil(b'"stop"')
+            await asyncio.sleep(0.3)
+            (front,) = it.front._clients()
+            if how == "leaves":
+                client.writer.transport.abort()
+            else:
+                front.cut(Outcome.DRAINING)
+                rest = await client.reader.readuntil(b"\r\n0\r\n\r\n")
+                assert text[:40] in began.decode()
+                assert b'"completion_tokens":3' in rest
+            await until(lambda: it.records.requests, "it is recorded")
+            expected = Outcome.CLIENT_CLOSED if how == "leaves" else Outcome.COMPLETED
+            assert it.records.requests[0].outcome is expected
+            await until(lambda: not it.connections._busy, "nothing is counted any more")
+
+    run(main())
 
 
 def test_the_text_is_counted_as_llamacpp_is_asked_to() -> None:
