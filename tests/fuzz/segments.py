@@ -25,6 +25,7 @@ SEEDS = [
     b'{}{"a":[NaN,1,2]}',
     b'[{"a":[1,2,3]}]',
     b'{"x":"\\"model\\":1","y":[{"model":"b"}],"mod\\u0065l" : "c\\"d","model":"a"}',
+    b'{"input":[{"role":"a","content":[{"role":1},{"role":2}]}, {"type":"message"},{"role":"},{"}],"messages":[{"role":1}]}',
 ]
 TOKENS = [
     *(
@@ -45,6 +46,9 @@ TOKENS = [
         b'"a":',
         b'""',
         b'"model":"a",',
+        b'},{"role":1',
+        b'},{"type":"message',
+        b'"messages":[{"role":1},{"role":[2]},',
     ),
     *(b"\xef\xbb\xbf", b"\xff", b"\x00", b"\n", b'\\"', b"\\\\", b"\\ud800", b"1,2,3,4"),
 ]
@@ -56,14 +60,9 @@ def all_cut(*, outlined: bool = True) -> Iterator[None]:
     """Slices of a few bytes, segments as short as can be, and nothing parsed at once; all of it outlined, or as little
     as can be.
     """
-    commas = -1 if outlined else outline.MAX_QUICK_COMMAS
-    short = {
-        "SLICE_BYTES": 24,
-        "SEGMENT_COST": 0,
-        "LITTLE_COST": 0,
-        "QUICK_SEGMENT_BYTES": 0,
-        "MAX_QUICK_COMMAS": commas,
-    }
+    short = {"SLICE_BYTES": 24, "SEGMENT_COST": 0, "UNCOUNTED_BYTES": 0}
+    if outlined:
+        short["LITTLE_COST"] = 0
     before = {name: getattr(outline, name) for name in short}
     vars(outline).update(short)
     try:

@@ -34,16 +34,15 @@ def read(body: bytes) -> LargeJson:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short slices and segments: what is cut somewhere is cut everywhere."""
     monkeypatch.setattr(outline_module, "LITTLE_COST", 0)
-    monkeypatch.setattr(outline_module, "MAX_QUICK_COMMAS", -1)
+    monkeypatch.setattr(outline_module, "UNCOUNTED_BYTES", 0)
     monkeypatch.setattr(outline_module, "SLICE_BYTES", 24)
     monkeypatch.setattr(outline_module, "SEGMENT_COST", 0)
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No outline where one can be done without, and a cut after each element."""
-    monkeypatch.setattr(outline_module, "LITTLE_COST", 0)
-    monkeypatch.setattr(outline_module, "QUICK_SEGMENT_BYTES", 0)
+    """No outline where one can be done without, and a cut after each message."""
+    monkeypatch.setattr(outline_module, "UNCOUNTED_BYTES", 0)
 
 
 def by_one_parser(body: bytes) -> object:
@@ -68,54 +67,72 @@ def test_segments_say_what_the_whole_says(body: object, spaces: int | None, esca
     assert read(text).value == orjson.loads(text)
 
 
+MESSAGES = st.lists(st.builds(lambda kind, said: {**kind, "content": said}, st.sampled_from(
+    [{"role": "user"}, {"type": "message"}, {"type": "text"}, {"type": "function_call", "role": "}, {"}]
+), VALUES | st.lists(st.fixed_dictionaries({"role": VALUES}), max_size=3)), min_size=2)  # fmt: skip
+
+
 @pytest.mark.usefixtures("quick")
-@settings(max_examples=100)
-@given(body=BODIES, last=st.lists(VALUES, min_size=3), spaces=st.sampled_from([None, 1]), escaped=st.booleans())
+@settings(max_examples=200)
+@given(body=BODIES, said=MESSAGES, more=MESSAGES, spaces=st.sampled_from([None, 1]), escaped=st.booleans())
 def test_segments_without_an_outline_say_the_same(
-    body: dict[str, object], last: object, spaces: int | None, escaped: bool
+    body: dict[str, object], said: object, more: object, spaces: int | None, escaped: bool
 ) -> None:
-    text = json.dumps({**body, "messages": last, "z": 1}, indent=spaces, ensure_ascii=escaped).encode()
+    """Wherever such places to cut are: also within a message, in another list, in a text."""
+    body = {**body, "input": more, "messages": said, "z": {"messages": more}}
+    text = json.dumps(body, indent=spaces, ensure_ascii=escaped).encode()
     assert read(text).value == orjson.loads(text)
+    quoted = orjson.dumps({"messages": [{"role": text.decode()}, {"role": 1}]})
+    assert read(quoted).value == orjson.loads(quoted)
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_conversation_is_cut_between_its_messages() -> None:
-    """Each is parsed in a turn of its own, and no outline is made; of another long list one is."""
-    text = orjson.dumps({"model": "m", "messages": [{"role": "user", "content": f"a, {n}"} for n in range(20)], "n": 1})
-    segments = outline_module.quick_segments(text)
-    assert segments is not None
+@pytest.mark.parametrize("blank", [b"", b" ", b"\r\n\t"])
+@pytest.mark.parametrize("begin", [b'"role":"user"', b'"type":"function_call_output"', b'"type" : "reasoning"'])
+def test_a_conversation_is_cut_between_its_messages(blank: bytes, begin: bytes) -> None:
+    """Each is parsed in a turn of its own, and no outline is made; of another long list none is a message."""
+    between = b"}" + blank + b"," + blank + b"{" + blank
+    messages = between.join(begin + b',"content":"},{,%d"' % number for number in range(20))
+    text = b'{"model":"m","messages":[{' + messages + b'}],"n":[{"id":1},{"id":2}]}'
+    segments = outline_module.light_segments(text)
     assert len(segments) == 20
-    assert b",".join(segments) == text
-    assert read(text).outline is None
-    assert outline_module.quick_segments(text.replace(b'"messages"', b'"documents"')) is None
+    assert b",".join(segments).replace(blank, b"") == text.replace(blank, b"")
+    large = read(text)
+    assert (large.outline, large.value) == (None, orjson.loads(text))
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_list_that_cannot_be_told_from_another_gets_an_outline() -> None:
-    """Where it is would be a guess."""
-    same = orjson.dumps([{"role": "user", "content": "x" * 80}, 1])
-    text = b'{"metadata":{"messages":%b},"messages":%b}' % (same, same)
-    assert outline_module.quick_segments(text) is None
-    assert read(text).value == orjson.loads(text)
+def test_a_body_that_was_cut_in_a_wrong_place_gets_an_outline() -> None:
+    nested = [{"role": "user", "content": [{"role": "a"}, {"role": "b"}]}, {"role": "user", "content": "x"}]
+    text = orjson.dumps({"messages": nested})
+    large = read(text)
+    assert large.outline is not None
+    assert large.value == orjson.loads(text)
+
+
+def test_of_a_long_message_the_structure_is_counted() -> None:
+    """A short one may be parsed whatever is in it, a long one might take long."""
+    light, heavy = b'"content":"%b"' % (b"a" * MIB), b'"content":[%b[]]' % (b"[]," * (MIB // 3))
+    for said, is_light in ((light, True), (heavy, False), (heavy[: 128 << 10] + b"[]]", True)):
+        text = b'{"messages":[{"role":"user","content":"a"},{"role":"user",%b}]}' % said
+        assert bool(outline_module.light_segments(text)) == is_light
+        assert by_segments(text) == (orjson.loads(text) if is_light else LbError)
+    assert not outline_module.light_segments(b" " * (5 * MIB))
 
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
-    "text",
-    [
-        b'{"messages":[1,2,NaN],"a":1}',
-        b'{"messages":[1,2],"messages":[3,"\\ud800",5]}',
-        b'{"messages":[1,2,3],"messages":5,"input":[4,5]}',
-        b'{"messages":[1,2,],"a":1}',
-        b'{"messages":[1,2,3]}}',
-        b'{"mess\\u0061ges":[1, 2 ,3] ,"a":1}',
-        b'[{"messages":[1,2,3]}]',
-        b'\xef\xbb\xbf{"messages":[1,2,3]}',
-        b'{"messages":[],"input":[[],[[],{}],""]}',
-    ],
+    "inner", [b'{"role":1},{"role":2},NaN', b'{"role":1},{"role":"\\ud800"},5', b'{"role":1},{"role":2},']
 )
-def test_what_is_odd_is_read_as_by_one_parser(text: bytes) -> None:
-    assert repr(by_segments(text)) == repr(LbError if text.startswith(b"[") else by_one_parser(text))
+@pytest.mark.parametrize("whole", [
+    b'{"messages":[%b],"a":1}', b'{"messages":[1],"messages":[%b]}', b'{"messages":[%b],"messages":5,"input":[4]}',
+    b'{"messages":[%b]}}', b'{"mess\\u0061ges":[ %b ] ,"a":1}', b'[{"messages":[%b]}]', b'\xef\xbb\xbf{"messages":[%b]}',
+    b'{"a":{"b":[%b]}}', b'{"a":[[%b]]}', b'{"a":{"b":{%b}}}', b'{"a":[%b}',
+])  # fmt: skip
+def test_what_is_odd_is_read_as_by_one_parser(whole: bytes, inner: bytes) -> None:
+    for said in (inner, b'{"role":1},{"role":2}'):
+        text = whole % said
+        assert repr(by_segments(text)) == repr(LbError if text.startswith(b"[") else by_one_parser(text))
 
 
 @pytest.mark.usefixtures("small")
@@ -137,7 +154,6 @@ def test_no_comma_is_forgotten_at_a_cut(text: bytes) -> None:
 
 def test_what_is_a_list_is_refused_before_it_is_parsed() -> None:
     large = LargeJson(b"[" + b'"a",' * 1_000_000 + b"1]")
-    assert large.step(), "of no conversation"
     with pytest.raises(LbError):
         large.step()
 
