@@ -56,6 +56,11 @@ class Rig(Pool):
         self.rng = random.Random(1)
         self.scraping = Scraping(self.connections, scrape, Engines(), self.rng)
 
+    def in_memory(self) -> list[str]:
+        """The models that the first endpoint has loaded, or is loading."""
+        shown = self.balancer.snapshot(now=self.runtime.now()).in_memory
+        return [one.model or "" for one in shown.get(self.endpoints[0].uid, [])]
+
     def take_down(self, endpoint: Endpoint) -> None:
         for _ in range(self.health.fall):
             self.runtime.report_health(endpoint.uid, False, "test")

@@ -7,7 +7,8 @@ Invariants:
 - An endpoint that was not up is asked for its models before the response that may bring it up is reported: no request
   ever sees an endpoint that is up with unknown or old models, unless it cannot or will not say.
 - A failed question about models changes nothing: what an endpoint said last holds until it says something else.
-- An endpoint whose models the settings say is never asked for them.
+- An endpoint whose models the settings say is never asked for them, unless they also say an engine that loads models
+  on demand: its list shows whether it does. The models are those of the settings all the same.
 - What it says of itself is asked at the same moments, of engines of `core.engines.server_info` alone. Whatever goes
   wrong with that, the endpoint comes up all the same: a probe takes two `DESCRIPTION_TIMEOUT_S` longer.
 - Nothing is logged but a change of models; whoever wants to know about health listens to transitions.
@@ -31,7 +32,7 @@ from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.engines.loading import LOADERS, InMemory, LoadedPage, loader_named, loads_always, read_loaded
 from lbproxy.core.engines.server_info import SERVER_INFO, Description, engine_of, read_description
-from lbproxy.core.requests.openai import ModelCard, read_model_list, with_longest_prompt
+from lbproxy.core.requests.openai import ModelCard, read_model_list, synthetic_card, with_longest_prompt
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.driver.runtime import Runtime
 from lbproxy.net.connections.fetch import Response, fetch
@@ -219,7 +220,7 @@ class Prober:
         # Two loops, so that a slow list does not delay the verdict on an endpoint that is up.
         try:
             async with asyncio.TaskGroup() as loops:
-                if self._endpoint.models is None or self._engine() is not None:
+                if self._lists or self._engine() is not None:
                     loops.create_task(self._keep_models())
                 if self._endpoint.engine in {"auto", *LOADERS}:
                     loops.create_task(self._keep_loaded())
@@ -289,6 +290,11 @@ class Prober:
     async def _pause(self, interval_s: float) -> None:
         await asyncio.sleep(self._jittered(interval_s))
 
+    @property
+    def _lists(self) -> bool:
+        """Whether it is asked for its models."""
+        return self._endpoint.models is None or self._endpoint.engine in LOADERS
+
     def _jittered(self, interval_s: float) -> float:
         return interval_s * self._rng.uniform(1 - JITTER, 1 + JITTER)
 
@@ -312,7 +318,7 @@ class Prober:
         self._doubted.set()
 
     async def refresh_models(self) -> None:
-        if self._endpoint.models is not None:
+        if not self._lists:
             return
         answer = await ask_models(self._endpoint, self._connections, self._settings.timeout)
         if not answer.valid:
@@ -321,18 +327,22 @@ class Prober:
         if answer.refused and self._logged:
             return  # of a key that was valid: it does not say that it has no list
         self._owner = None if answer.cards is None else engine_of(answer.cards)
-        self._listed = answer.cards
-        self._follow_loads(answer.cards[0].engine if answer.cards else None)
+        engine, said = answer.cards[0].engine if answer.cards else None, self._endpoint.models
+        self._listed = answer.cards if said is None else [replace(synthetic_card(one), engine=engine) for one in said]
+        self._follow_loads(engine)
         self._report_models()
-        self._log_change(answer)
+        if said is None:
+            self._log_change(answer)
 
     def _report_models(self) -> None:
         cards, most = self._listed, self._prompt_tokens
         if cards is not None and most is not None:
             cards = [with_longest_prompt(one, most) for one in cards]
         if cards is not None and self._loaded:  # a longer prompt is cut there without a word
-            lengths = self._loaded
-            cards = [replace(one, context_tokens=lengths.get(one.id), context_is_of_prompt=True) for one in cards]
+            lengths, name = self._loaded, self._endpoint.model
+            cards = [
+                replace(one, context_tokens=lengths.get(name or one.id), context_is_of_prompt=True) for one in cards
+            ]
         self._runtime.report_models(self._endpoint.uid, cards)
 
     def _engine(self) -> str | None:

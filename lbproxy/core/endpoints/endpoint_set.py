@@ -377,11 +377,13 @@ class EndpointSet:
         ]
 
     def report_models(self, uid: EndpointUid, cards: Iterable[ModelCard] | None) -> None:
-        """Note the models that an endpoint lists. None: it has no such list, and an earlier one is forgotten."""
+        """Note the models that an endpoint lists. None: it has no such list, and an earlier one is forgotten. Others
+        than its settings say are ignored.
+        """
         ranks = self.at_address(uid)
         models = None if cards is None or not ranks else kept_cards(ranks[0].models, cards)
         for state in ranks:
-            if state.endpoint.models is not None:
+            if (said := state.endpoint.models) is not None and {*said} != {*(models or ())}:
                 return
             before, state.models = state.models, models
             self.lists_version += before is not models

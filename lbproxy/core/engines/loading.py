@@ -14,11 +14,13 @@ from typing import NamedTuple, TypeAlias
 import orjson
 
 from lbproxy.core.engines.server_info import read_number
+from lbproxy.core.requests.models import LATEST
 from lbproxy.core.requests.openai import MAX_MODEL_CARDS
 from lbproxy.core.requests.outline import is_light
 
 InMemory: TypeAlias = dict[str, int | None]
-"""The models in memory, each with the longest prompt in tokens that it takes there; None: not said."""
+"""The models in memory by all of their names, with the longest prompt in tokens that each takes there; None: not said.
+"""
 Fields: TypeAlias = Mapping[str, object]
 
 
@@ -44,8 +46,9 @@ class Loader(NamedTuple):
 
 
 def _ollama(entry: Fields) -> InMemory:
-    """/api/ps has only those that are in memory."""
-    return _one(entry.get("name"), entry.get("context_length"))
+    """/api/ps has only those that are in memory. A name without a tag means the latest."""
+    found = _one(entry.get("name"), entry.get("context_length"))
+    return found | {name.removesuffix(LATEST): tokens for name, tokens in found.items()}
 
 
 def _llama_cpp(entry: Fields) -> InMemory | None:
@@ -57,7 +60,13 @@ def _llama_cpp(entry: Fields) -> InMemory | None:
     value = status.get("value") if isinstance(status, dict) else None
     if not isinstance(value, str):
         return None
-    return _one(entry.get("id"), meta.get("n_ctx") if isinstance(meta, dict) else None) if value == "loaded" else {}
+    if value != "loaded":
+        return {}
+    found: InMemory = {}
+    tokens = meta.get("n_ctx") if isinstance(meta, dict) else None
+    for name in [entry.get("id"), *(aliases if isinstance(aliases := entry.get("aliases"), list) else ())]:
+        found |= _one(name, tokens)
+    return found
 
 
 def _lm_studio(entry: Fields) -> InMemory | None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Final, cast
 
 import orjson
@@ -15,6 +15,8 @@ from lbproxy.core.requests.openai import ModelCard, check_model_name, synthetic_
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.outline import MODEL_KEY, STRING
 
+LATEST: Final = ":latest"
+"""Ollama's tag of a model that is named without one."""
 MAX_KNOWN: Final = 1000
 """Pairs of names whose settings are remembered: clients write the first."""
 _MAY_NAME: Final = re.compile(rb"(?i:model)|\\u00")
@@ -35,6 +37,11 @@ def resolve(model: str | None, base_models: Sequence[str]) -> str:
     raise LbError(Outcome.MISSING_MODEL, f"The request names no `model`, and {why}.", param="model")
 
 
+def is_among(model: str, names: Container[str]) -> bool:
+    """Whether these have the model by its name, or without the tag that it has, or does not name, at an Ollama."""
+    return model in names or model.removesuffix(LATEST) in names or f"{model}{LATEST}" in names
+
+
 class Allowed:
     """The models that a client may use, by the names that clients write: an alias stands for itself. Immutable."""
 
@@ -45,8 +52,8 @@ class Allowed:
         self._beginnings = tuple(first for first, *rest in parts if rest == [""])
         self._patterns = [one for one in parts if one[1:] != [""]]
 
-    def __contains__(self, name: str) -> bool:
-        return (
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and (
             ("*" not in name and name in self._names)
             or name.startswith(self._beginnings)
             or any(_fits(name, parts) for parts in self._patterns)

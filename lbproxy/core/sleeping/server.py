@@ -11,6 +11,7 @@ from lbproxy.core.endpoints import health
 from lbproxy.core.endpoints.endpoint import EndpointUid, SleepSpec
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.state import EndpointState, OnDemand
+from lbproxy.core.requests.models import is_among
 from lbproxy.core.saved.pieces import Durations
 from lbproxy.core.sleeping.phase import Phase
 
@@ -250,11 +251,11 @@ class LoadableModel(SleepServer):
 
     @property
     def may_go(self) -> bool:
-        return self._name not in self.states[0].endpoint.loading.keep
+        return not is_among(self._name, self.states[0].endpoint.loading.keep)
 
     @property
     def may_come(self) -> bool:
-        return self._name not in self.states[0].endpoint.loading.never
+        return not is_among(self._name, self.states[0].endpoint.loading.never)
 
     @property
     def takes_requests(self) -> bool:

@@ -183,22 +183,25 @@ class Sleepers:
             self._servers.move(server, SleepEvent.SAID_AWAKE, "it says so", now)
 
     def loaded(self, uid: EndpointUid, models: Collection[str] | None, *, asked_at: float, now: float) -> None:
-        """An endpoint that loads models on demand said which are in memory; None: it does not say."""
+        """An endpoint that loads models on demand said which are in memory, by any of their names; None: it does not
+        say.
+        """
         self._follow_lists(now)
         state = self._endpoints.get(uid)
         if state is None or (on_demand := state.standing.on_demand) is None:
             return
-        before = on_demand.unloaded
-        for model in state.models or ():
-            asleep = None if models is None else model not in models
+        before, own_name, listed = on_demand.unloaded, state.endpoint.model, state.models or ()
+        here = set() if models is None else {model for model in listed if (own_name or model) in models}
+        for model in listed:
+            asleep = None if models is None else model not in here
             self.reported(model_url(state, model), asleep, asked_at=asked_at, now=now)
         if models is None or state.endpoint.loading.most is not None:
             return
         if on_demand.unloaded - before and on_demand.loading:
             # One had to go for what is being loaded.
-            on_demand.learn_room(len({*models, *on_demand.loading}), is_all=True)
-        elif len(models) > on_demand.host.awake - int(not on_demand.is_all):
-            on_demand.learn_room(len(models) + 1, is_all=False)
+            on_demand.learn_room(len(here | on_demand.loading), is_all=True)
+        elif len(here) > on_demand.host.awake - int(not on_demand.is_all):
+            on_demand.learn_room(len(here) + 1, is_all=False)
 
     def ended(self, url: str, task: Task, problem: str | None, *, now: float) -> None:
         """A driver has carried out an order; `problem`: why it failed. A start ends with the webhook's response."""

@@ -16,7 +16,7 @@ import orjson
 from lbproxy.config.sections.engines import OLLAMA
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.state import EndpointState
-from lbproxy.core.requests.models import Allowed, ModelRules
+from lbproxy.core.requests.models import Allowed, ModelRules, is_among
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.outline import is_light
 from lbproxy.core.requests.retry import UpstreamError
@@ -29,7 +29,6 @@ from lbproxy.net.dialing.origin import Origin
 KEPT_S: Final = 1.0
 TIMEOUT_S: Final = 2.0
 MAX_LIST_BYTES: Final = 4 << 20
-_LATEST: Final = ":latest"
 Entry = dict[str, Any]
 
 
@@ -69,7 +68,7 @@ class OllamaLists:
             raise LbError(Outcome.NO_ENDPOINTS)
         if path.startswith("/api/tags"):
             entries = [*_aliases(entries, rules), *entries]
-        seen = [one for one in entries if all(_is_allowed(one["name"], each) for each in allowed)]
+        seen = [one for one in entries if all(is_among(one["name"], each) for each in allowed)]
         return orjson.dumps({"models": seen})
 
     async def _ask(self, state: EndpointState, path: str) -> list[Entry] | None:
@@ -86,7 +85,7 @@ class OllamaLists:
         if not isinstance(models, list):
             return None if said is None else []
         named = [one for one in models if isinstance(one, dict) and isinstance(one.get("name"), str)]
-        return [one for one in named if state.models is None or one["name"] in state.models]
+        return [one for one in named if state.models is None or is_among(one["name"], state.models)]
 
 
 def _merged(answers: list[list[Entry]]) -> list[Entry]:
@@ -106,7 +105,3 @@ def _aliases(entries: list[Entry], rules: ModelRules) -> list[Entry]:
         if behind is not None and alias not in by_name:
             found.append(behind | {"name": alias, "model": alias})
     return found
-
-
-def _is_allowed(name: str, allowed: Allowed) -> bool:
-    return name in allowed or (name.endswith(_LATEST) and name.removesuffix(_LATEST) in allowed)

@@ -18,7 +18,7 @@ from lbproxy.core.queue.flows import FlowRules
 from lbproxy.core.requests.context_length import asked_context
 from lbproxy.core.requests.encodable import encodable_text
 from lbproxy.core.requests.forms import FormWalk, find_form_name, is_clear, read_form_model
-from lbproxy.core.requests.models import Allowed, ModelRules, models_within, other_models, resolve
+from lbproxy.core.requests.models import LATEST, Allowed, ModelRules, models_within, other_models, resolve
 from lbproxy.core.requests.openai import (
     MAX_TOKENS,
     NOT_NAMED,
@@ -168,13 +168,24 @@ class RequestReader:
         if request.route.engine is not None:
             facts = self._of_engine(request.route, facts)
         name = facts.model
-        if name is None or (name not in self._model_rules and not self._model_rules.has_patterns):
+        if name is None:
             return facts, request
-        model = self._model_behind(name, request, record)
-        if model == name:
+        model = tagged = self._tagged(name)
+        if tagged in self._model_rules or self._model_rules.has_patterns:
+            model = self._tagged(self._model_behind(tagged, request, record))
+        if model != name:
+            facts = facts._replace(model=model)
+        if model == tagged:  # an Ollama knows it by either
             return facts, request
-        naming = _naming_of(request, large)
-        return facts._replace(model=model), request._replace(model=model, naming=naming)
+        return facts, request._replace(model=model, naming=_naming_of(request, large))
+
+    def _tagged(self, model: str) -> str:
+        """A model by the name that endpoints list: Ollamas list it with a tag, which requests may leave out."""
+        serving = self._runtime.serving
+        if ":" in model or serving.has_listed(model) or model in self._model_rules:
+            return model
+        latest = f"{model}{LATEST}"
+        return latest if serving.has_listed(latest) else model
 
     # Clients that have models of their own
 
@@ -445,16 +456,12 @@ class RequestReader:
         assert engine is not None
         if not any(one.has_api(engine) for one in self._runtime.members()):
             raise LbError(Outcome.UNKNOWN_URL)
-        fields, model = facts.fields, facts.model
+        fields = facts.fields
         options = fields.get("options")
         most = options.get("num_predict") if isinstance(options, dict) else None
         limit = most if type(most) is int and 0 < most < MAX_TOKENS else None
-        serving = self._runtime.serving
-        if model is not None and ":" not in model and model not in self._model_rules and not serving.has_listed(model):
-            latest = f"{model}:latest"
-            model = latest if serving.has_listed(latest) else model
         stream = route.flatten is not None and fields.get("stream") is not False
-        return facts._replace(model=model, stream=stream, max_tokens=limit)
+        return facts._replace(stream=stream, max_tokens=limit)
 
     def _read_custom(
         self, request: ClientRequest, large: Large | None, allowed: tuple[Allowed, ...]

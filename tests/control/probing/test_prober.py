@@ -108,21 +108,17 @@ def test_models_in_memory_are_asked_for_while_an_endpoint_loads_them(engine: str
             running(r.prober(r.endpoints[0]).run),
         ):
 
-            def in_memory() -> list[str]:
-                shown = r.balancer.snapshot(now=r.runtime.now()).in_memory
-                return [one.model or "" for one in shown.get(r.endpoints[0].uid, [])]
-
             def length(model: str) -> int | None:
                 state = r.balancer.endpoints.get(r.endpoints[0].uid)
                 cards = state.models if state is not None and state.models else {}
                 return cards[model].context_tokens if model in cards else None
 
-            await until(lambda: in_memory() == ["a"])
+            await until(lambda: r.in_memory() == ["a"])
             await until(lambda: length("a") == 8192)
             assert length("b") is None
             states = ROUTER.replace(b'"loaded"', b'"unloaded"').replace(b'"unloaded"}}]}', b'"loaded"}}]}')
             server.scripts["/v1/models"] = answer(states)
-            await until(lambda: in_memory() == ["b"])
+            await until(lambda: r.in_memory() == ["b"])
             server.scripts["/v1/models"] = answer(b'{"data":[{"id":"a","owned_by":"llamacpp"}]}')
             r.runtime.doubt_models(r.endpoints[0].uid)
             state = r.balancer.endpoints.get(r.endpoints[0].uid)
@@ -136,6 +132,26 @@ def test_models_in_memory_are_asked_for_while_an_endpoint_loads_them(engine: str
             end = asked("/health") + probes
             await until(lambda: asked("/health") > end)
             assert asked("/v1/models") == before
+
+    run(main())
+
+
+@pytest.mark.parametrize("owner", [b"llamacpp", b"vllm"])
+def test_a_router_whose_models_the_settings_say_is_asked_for_those_in_memory(owner: bytes) -> None:
+    """By any of a model's names. One that loads nothing on demand is asked for its list alone."""
+
+    async def main() -> None:
+        said = ROUTER.replace(b'"id":"a"', b'"id":"org/a:Q4","aliases":["a"]').replace(b"llamacpp", owner)
+        async with ScriptedEndpoint({"/health": OK, "/v1/models": answer(said)}) as server:
+            router = replace(spec(server), models=("a", "b"), engine="llamacpp")
+            async with rig(router) as r, running(r.prober(r.endpoints[0]).run):
+                await until(lambda: up(r) and server.asked("/v1/models"))
+                if owner == b"vllm":
+                    await until(lambda: server.asked("/health") > PROBES_OF_A_NEIGHBOUR)
+                    assert not r.balancer.snapshot(now=r.runtime.now()).in_memory
+                else:
+                    await until(lambda: r.in_memory() == ["a"])
+                assert r.seen().models == ("a", "b")
 
     run(main())
 
@@ -163,8 +179,7 @@ def test_an_old_lm_studio_is_asked_where_it_says_it(engine: str) -> None:
 
             await until(lambda: asked("/api/v0/models") > 2)
             assert asked("/api/v1/models") <= 2  # to recognise it, and the first time
-            (snapshot,) = r.balancer.snapshot(now=r.runtime.now()).in_memory.values()
-            assert [one.model for one in snapshot] == ["a"]
+            assert r.in_memory() == ["a"]
 
     run(main())
 

@@ -15,17 +15,17 @@ EXPECTED: dict[tuple[str, str], tuple[dict[str, list[dict[str, object]]], InMemo
         {
             "models": [
                 {"name": "a:8b", "model": "a:8b", "size": 6591830464, "size_vram": 5333539264, "context_length": 4096},
-                {"name": "b", "model": "b", "size": 1},
+                {"name": "b:latest", "model": "b:latest", "size": 1},
             ]
         },
-        {"a:8b": 4096, "b": None},
+        {"a:8b": 4096, "b:latest": None, "b": None},
     ),
     ("llamacpp", "/v1/models"): (
         {
             "data": [
                 {
                     "id": "one-GGUF:Q4_K_M",
-                    "aliases": [],
+                    "aliases": ["one", 7],
                     "object": "model",
                     "owned_by": "llamacpp",
                     "created": 1,
@@ -41,7 +41,7 @@ EXPECTED: dict[tuple[str, str], tuple[dict[str, list[dict[str, object]]], InMemo
                 ),
             ]
         },
-        {"one-GGUF:Q4_K_M": 4096, "two": None},
+        {"one-GGUF:Q4_K_M": 4096, "one": 4096, "two": None},
     ),
     ("lmstudio", "/api/v1/models"): (
         {

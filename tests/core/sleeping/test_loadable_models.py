@@ -325,3 +325,27 @@ def test_a_request_that_began_before_it_was_known_is_none_too_many() -> None:
     for now in (6.1, 6.2):
         boxes.decide(now=now)
     assert waits.state is TicketState.WAITING, "`a` is busy"
+
+
+def test_models_of_the_settings_are_in_memory_by_the_engines_name() -> None:
+    """`q`, which the settings call `a` and `b`. What else it has is not theirs."""
+    boxes = Boxes(NOTHING_SAID)
+    named = [replace(spec(0), models=("a", "b"), model="q", engine="ollama")]
+    boxes.balancer.set_endpoints(named, now=1.0)
+    uid = boxes.uids[0] = next(iter(boxes.balancer.snapshot(now=1.0).in_memory))
+    boxes.balancer.report_health(uid, True, "test", now=1.0)
+    boxes.balancer.report_models(uid, [ModelCard("c", b"{}", engine="ollama")])
+    boxes.say(0, ["q", "x", "y"], now=2.0)
+    assert boxes.memory(0, now=2.0) == {"a": "awake", "b": "awake"}
+
+
+@pytest.mark.parametrize(("listed", "said"), [("a:latest", "a"), ("a", "a:latest")])
+def test_what_is_kept_is_said_with_the_tag_or_without(listed: str, said: str) -> None:
+    boxes = Boxes(LoadSpec(most=1, keep=frozenset({said}), never=frozenset("c")))
+    boxes.balancer.report_models(boxes.uids[0], [ModelCard(one, b"{}", engine="ollama") for one in (listed, "b")])
+    boxes.say(0, [listed], now=1.0)
+    waits = boxes.ask("b", now=2.0)
+    for now in (3.0, 20.0, 200.0):
+        boxes.decide(now=now)
+    assert waits.state is TicketState.WAITING
+    assert boxes.memory(0, now=200.0) == {listed: "awake"}

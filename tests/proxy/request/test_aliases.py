@@ -44,6 +44,21 @@ def test_only_the_models_name_changes() -> None:
     run(main())
 
 
+def test_a_model_of_an_ollama_is_named_without_its_tag_in_each_api() -> None:
+    """And as the target of an alias. Its server knows it by either name, so that the body passes as it is."""
+
+    async def main() -> None:
+        more = "models: {fast: {to: q}}\nflows: {default: {models: [q, fast, n]}}\n"
+        async with ScriptedEndpoint(answer(ANSWER)) as server, rig(server.url, more=more) as it:
+            serve(it, e1="q:latest")
+            statuses = [(await it.ask(post(b'{"model":"%b"}' % name))).status for name in (b"q", b"fast", b"n")]
+            assert statuses == [200, 200, 404]
+            assert [one.body for one in server.requests] == [b'{"model":"q"}', b'{"model":"q:latest"}']
+            assert [one.model for one in it.records.requests[:2]] == ["q:latest"] * 2
+
+    run(main())
+
+
 def test_a_forms_model_changes_too() -> None:
     def form(model: str) -> bytes:
         return f'--B\r\nContent-Disposition: form-data; name="model"\r\n\r\n{model}\r\n--B--\r\n'.encode()
