@@ -25,7 +25,7 @@ SEEDS = [
     b'{}{"a":[NaN,1,2]}',
     b'[{"a":[1,2,3]}]',
     b'{"x":"\\"model\\":1","y":[{"model":"b"}],"mod\\u0065l" : "c\\"d","model":"a"}',
-    b'{"input":[{"role":"a","content":[{"role":1},{"role":2}]}, {"type":"message"},{"role":"},{"}],"messages":[{"role":1}]}',
+    b'{"input":[{"role":"a","content":[{"role":1},{"role":2}]}, {"type":"message"},{"role":"},{"}],"messages":[1]}',
 ]
 TOKENS = [
     *(

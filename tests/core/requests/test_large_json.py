@@ -126,7 +126,8 @@ def test_of_a_long_message_the_structure_is_counted() -> None:
 )
 @pytest.mark.parametrize("whole", [
     b'{"messages":[%b],"a":1}', b'{"messages":[1],"messages":[%b]}', b'{"messages":[%b],"messages":5,"input":[4]}',
-    b'{"messages":[%b]}}', b'{"mess\\u0061ges":[ %b ] ,"a":1}', b'[{"messages":[%b]}]', b'\xef\xbb\xbf{"messages":[%b]}',
+    b'{"messages":[%b]}}', b'{"mess\\u0061ges":[ %b ] ,"a":1}', b'[{"messages":[%b]}]',
+    b'\xef\xbb\xbf{"messages":[%b]}',
     b'{"a":{"b":[%b]}}', b'{"a":[[%b]]}', b'{"a":{"b":{%b}}}', b'{"a":[%b}',
 ])  # fmt: skip
 def test_what_is_odd_is_read_as_by_one_parser(whole: bytes, inner: bytes) -> None:
