@@ -56,7 +56,7 @@ LITTLE_COST = 5_500_000
 """Of a longer one: 15 ms. Its structure is not told from what its strings have of the same characters: 1 MB of a coding
 agent has 5,000,000."""
 UNCOUNTED_BYTES = PARSE_AT_ONCE_BYTES
-"""The same of a piece of a body. So it is cut where the next message begins after half of that."""
+"""The same of a piece of a body. So it is cut where the next message begins after a quarter of that."""
 SEGMENT_COST = 500_000
 """What is parsed at once costs so much, where the text can be cut."""
 COSTS = ((b":", 140), (b"[", 105), (b"{", 75), (b",", 20))
@@ -333,22 +333,24 @@ def cost(text: bytes) -> int:
     return len(text) + sum(each * structure.count(what) for what, each in COSTS)
 
 
-def light_segments(body: bytes) -> list[bytes]:
+def light_segments(body: bytes) -> list[bytes | memoryview]:
     """A body cut between messages, each piece of which may be parsed at once, with no look at what is in it if it is
     short. Whether the cuts are between elements of a list in the outermost object shows when the pieces are parsed.
     Empty: it takes an outline.
     """
     if len(body) > UNCUT_STRING_BYTES:
         return []
-    segments, begin = [], 0
+    segments: list[bytes | memoryview] = []
+    whole, begin = memoryview(body), 0
     while len(body) - begin > UNCOUNTED_BYTES:
-        cut = _NEXT_MESSAGE.search(body, begin + UNCOUNTED_BYTES // 2)
+        cut = _NEXT_MESSAGE.search(body, begin + UNCOUNTED_BYTES // 4)
         if cut is None:
             break
-        segments.append(body[begin : cut.start(1)])
+        segments.append(whole[begin : cut.start(1)])
         begin = cut.end(1)
-    segments.append(body[begin:])
-    return segments if all(len(one) <= UNCOUNTED_BYTES or cost(one) <= LITTLE_COST for one in segments) else []
+    segments.append(whole[begin:])
+    is_light = all(len(one) <= UNCOUNTED_BYTES or cost(bytes(one)) <= LITTLE_COST for one in segments)
+    return segments if is_light else []
 
 
 def is_light(text: bytes) -> bool:
@@ -404,7 +406,7 @@ class LargeJson:
         if not self._segments:
             outline = self.outline = outline or Outline(self._body)
             if not outline.step():
-                self._segments = outline.segments
+                self._segments += outline.segments
             return True
         at = self._done
         self._done += 1
@@ -413,7 +415,7 @@ class LargeJson:
         if at or not is_last:
             text = b"".join((_CONTINUED if at else b"", text, b"" if is_last else _UNFINISHED))
         try:
-            parsed = orjson.loads(text) if outline is None else load_json(text)
+            parsed = orjson.loads(text) if outline is None else load_json(bytes(text))
         except orjson.JSONDecodeError:
             self._segments, self._done = [], 0
             return True
