@@ -156,7 +156,7 @@ def offer(state: Fields) -> Text:
 
 def _in_memory(models: Sequence[Fields]) -> str:
     """The models of an endpoint that loads them on demand."""
-    words = [plain(one["model"]) + ("" if one["state"] == "loaded" else f" ({one['state']})") for one in models]
+    words = [f"{plain(one['model'])} ({one['state']} for {_duration(one['for_s'])})" for one in models]
     return ", ".join(words) or "no model"
 
 

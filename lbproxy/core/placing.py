@@ -112,6 +112,8 @@ class Placing:
         if ticket.trial is not None or ticket.suspect is not None:
             suspect = None if ticket.suspect is None else self._endpoints.get(ticket.suspect)
             self._judge.responded(state, suspect, trial=ticket.is_trial, now=now)
+        if (on_demand := state.standing.on_demand) is not None and on_demand.is_silent:
+            on_demand.responded[ticket.request.model or ""] = now
         if ticket.load is not None and ticket.placement is not None:
             ticket.load.first_byte(ticket.placement, now)
             self._dispatcher.wake(state)

@@ -269,6 +269,12 @@ def test_status_says_from_the_first_second_where_it_is_and_what_it_serves() -> N
     drained = {"at": "", "endpoint": "gpu-1", "from": "down", "to": "draining", "reason": "an operator drained it"}
     found["transitions"] = [drained, *found["transitions"]]
     assert "gpu-1 is down: refused" in drawn(offer(found)), "a drain is not why"
+    memory = [{"model": "m\x1b", "state": "loaded", "for_s": 200.0}, {"model": "n", "state": "loading", "for_s": 4.0}]
+    found["endpoints"] = [endpoint("desk", models=["m"], in_memory=memory), endpoint("den", models=[], in_memory=[])]
+    assert drawn(offer(found))[1:] == [
+        "desk has in memory: m (loaded for 3 min), n (loading for 4 s)",
+        "den has in memory: no model",
+    ]
     found["endpoints"] = [endpoint("b", models=None, health="starting")]
     assert drawn(offer(found)) == ["http://127.0.0.1:8080 no models known yet"]
     assert "0 of 1 endpoints up  starting" in " ".join(drawn(summary(found)))

@@ -7,6 +7,7 @@ import pytest
 
 from lbproxy.config.parse import parse, without_secrets
 from lbproxy.control.discovery.discovery import NO_CERTIFICATES, spec_of
+from lbproxy.core.endpoints.endpoint import LoadSpec
 from tests.config.reading import only_problem
 
 
@@ -33,6 +34,15 @@ def test_all_keys_reach_the_balancer() -> None:
     assert "t0k" not in str(without_secrets(settings))
 
 
+def test_how_many_models_fit_reaches_the_balancer() -> None:
+    def loading(keys: str) -> LoadSpec:
+        return spec_of(parse(entry(keys), environ={}).endpoints[0], "e", NO_CERTIFICATES).loading
+
+    assert loading("max_loaded_models: 2, keep_loaded: [a]") == LoadSpec(2, frozenset({"a"}))
+    assert loading("memory: 2GiB, model_memory: {a: 1GiB}") == LoadSpec(2 << 30, sizes=(("a", 1 << 30),))
+    assert loading("memory: 2GiB") == LoadSpec(1), "each takes all of it"
+
+
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
@@ -49,6 +59,9 @@ def test_all_keys_reach_the_balancer() -> None:
         ("models: [m], health: null, cold_start: 'http://h/'", "cold_start: expected null, unless the endpoint is one"),
         ("models: [m], cold_start: {url: 'http://h/', token: 'a b'}", "cold_start.token: expected 1 to 1024"),
         ("models: [m], cold_start: {url: 'http://h/', timeout: 1d}", "cold_start.timeout: expected a duration"),
+        ("max_loaded_models: 2, memory: 24GiB", "memory: expected nothing here beside max_loaded_models"),
+        ("model_memory: {m: 8GiB}", "model_memory: expected nothing here without memory"),
+        ("memory: 24GiB, model_memory: {m: 8GB}", "model_memory.m: expected a size"),
     ],
 )
 def test_what_contradicts_itself_is_refused(keys: str, said: str) -> None:

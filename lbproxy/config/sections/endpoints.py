@@ -8,7 +8,7 @@ import re
 from functools import cached_property
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import InitErrorDetails
 
 from lbproxy.config.publishers import FORMS, FORMS_OF_MANY, REPLAY_FORMS, Publisher, overlap, read_publisher
@@ -156,7 +156,11 @@ class EndpointSettings(ShortSection):
     cold_start: ColdStartSettings | None = None
     """A webhook that starts it when requests wait for it. Needs models."""
     max_loaded_models: Annotated[int, count("1", "1024")] | None = None
-    """Models that it has in memory at a time, if it loads them on demand: docs/sleep.md. null = as many as it shows."""
+    """Models in memory at a time, of one that loads them on demand: docs/sleep.md. null = as many as it shows."""
+    memory: Annotated[int, size("1MiB", "1024GiB")] | None = None
+    """Instead: as many as fit."""
+    model_memory: dict[str, Annotated[int, size("1", "1024GiB")]] = Field(default={})
+    """By model; others take all."""
     keep_loaded: tuple[str, ...] = ()
     """Models that stay in memory there: no other is loaded in their place."""
     never_load: tuple[str, ...] = ()
@@ -306,6 +310,22 @@ class EndpointSettings(ShortSection):
             raise expected("null, unless models names what it serves")
         if info.data.get("health", "/") is None or _is_name(info.data.get("url", "")):
             raise expected("null, unless the endpoint is one server that is probed (health)")
+        return value
+
+    @field_validator("memory", mode="after")
+    @classmethod
+    def _counts_models_once(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and info.data.get("max_loaded_models") is not None:
+            raise expected("nothing here beside max_loaded_models")
+        return value
+
+    @field_validator("model_memory", mode="after")
+    @classmethod
+    def _has_memory(cls, value: dict[str, int], info: ValidationInfo) -> dict[str, int]:
+        if value and info.data.get("memory", 0) is None:
+            raise expected("nothing here without memory")
+        if len(value) > MAX_MODELS:
+            raise expected(f"up to {MAX_MODELS} models")
         return value
 
     @field_validator("api_key", mode="after")

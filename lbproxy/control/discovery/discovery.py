@@ -119,10 +119,17 @@ def _common(entry: EndpointSettings) -> Callable[..., EndpointSpec]:
         kv_events=entry.kv_events,
         kv_events_replay=entry.kv_events_replay,
         sleep=_sleep(entry),
-        loading=LoadSpec(entry.max_loaded_models, frozenset(entry.keep_loaded), frozenset(entry.never_load)),
+        loading=_loading(entry),
         api_key=None if entry.api_key is None else ApiKey(entry.api_key.get_secret_value()),
         proxy=None if entry.proxy is None else _proxy(entry.proxy),
     )
+
+
+def _loading(entry: EndpointSettings) -> LoadSpec:
+    keep, never = frozenset(entry.keep_loaded), frozenset(entry.never_load)
+    sizes = tuple(entry.model_memory.items())
+    most = entry.max_loaded_models if entry.memory is None else entry.memory if sizes else 1
+    return LoadSpec(most, keep, never, sizes)
 
 
 def _sleep(entry: EndpointSettings) -> SleepSpec | None:

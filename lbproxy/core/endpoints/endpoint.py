@@ -46,11 +46,13 @@ class LoadSpec(NamedTuple):
     """What the settings say of the models of an endpoint that loads them on demand."""
 
     most: int | None = None
-    """Models in memory at a time; None = as many as it shows."""
+    """Models in memory at a time, or bytes of these if there are `sizes`; None = as many as it shows."""
     keep: frozenset[str] = frozenset()
     """Models whose place no other takes."""
     never: frozenset[str] = frozenset()
     """Models that no request has loaded."""
+    sizes: tuple[tuple[str, int], ...] = ()
+    """Models, and the bytes of memory that each takes. Others take all there is."""
 
 
 NOTHING_SAID: Final = LoadSpec()

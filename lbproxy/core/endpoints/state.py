@@ -65,6 +65,10 @@ class OnDemand:
         one had to go."""
         self.is_all = False
         """It was seen that it has no more."""
+        self.is_silent = False
+        """Nothing says which are in memory, but responses."""
+        self.responded: dict[str, float] = {}
+        """If nothing else does: when each model began a response last."""
 
     def learn_room(self, models: int, *, is_all: bool) -> None:
         """Note how many models it has in memory at a time."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from math import inf
 from typing import Final
 
 from lbproxy.core.endpoints import health
@@ -164,6 +165,21 @@ class SleepServer:
         return ()
 
     @property
+    def is_silent(self) -> bool:
+        """Whether nothing shows that it is awake, but that it responds."""
+        return False
+
+    @property
+    def responded_at(self) -> float:
+        """When it began a response last, if it is silent."""
+        return -inf
+
+    @property
+    def takes(self) -> int:
+        """Places of its host."""
+        return 1
+
+    @property
     def is_drained_by_operator(self) -> bool:
         """It is to get no requests anyway."""
         return all(state.draining for state in self.states)
@@ -275,6 +291,19 @@ class LoadableModel(SleepServer):
     @property
     def asked(self) -> Sequence[float]:
         return self.on_demand.asked.get(self._name, ())
+
+    @property
+    def takes(self) -> int:
+        most, sizes = self.on_demand.host.awake, dict(self.states[0].endpoint.loading.sizes)
+        return min(most, next((sizes[name] for name in sizes if is_among(self._name, {name})), most)) if sizes else 1
+
+    @property
+    def is_silent(self) -> bool:
+        return self.on_demand.is_silent
+
+    @property
+    def responded_at(self) -> float:
+        return self.on_demand.responded.get(self._name, -inf)
 
     @property
     def stranded(self) -> int:

@@ -106,6 +106,11 @@ def is_served(
 
 def loads_on_demand(state: EndpointState) -> bool:
     """Whether an endpoint loads models when somebody asks for them: as the settings say, or as it showed."""
+    return shows_loads(state) or state.endpoint.loading.most is not None
+
+
+def shows_loads(state: EndpointState) -> bool:
+    """Whether it says which are in memory."""
     first = next(iter(state.models.values()), None) if state.models else None
     return loads_always(state.endpoint.engine) or (first is not None and first.engine in LOADERS)
 
@@ -186,6 +191,7 @@ class Servers:
                     self._shown(state)
                 continue
             standing.on_demand = on_demand = standing.on_demand or OnDemand()
+            on_demand.is_silent = not shows_loads(state)
             names = frozenset(state.models or ())
             if not names >= on_demand.unloaded | on_demand.loading:
                 on_demand.unloaded, on_demand.loading = on_demand.unloaded & names, on_demand.loading & names
@@ -268,15 +274,15 @@ class Servers:
         return bool(self.having_place([server], {}))
 
     def having_place(self, servers: Iterable[SleepServer], memory: dict[str, int]) -> set[str]:
-        """Of servers that are not awake, those that have a place: their URLs. `memory`: how many of a host may have the
-        memory of a GPU, for those that are not counted yet.
+        """Of servers that are not awake, those that have a place: their URLs. `memory`: how many places of a host are
+        taken, by what may have the memory of a GPU, for those that are not counted yet.
         """
         found: set[str] = set()
         for server in servers:
             host = server.spec.host
             if host is not None and host not in memory:
-                memory[host] = sum(one.has_memory for one in self._by_host[host])
-            if host is None or memory[host] - server.has_memory < self.host_of(server).awake:
+                memory[host] = sum(one.takes for one in self._by_host[host] if one.has_memory)
+            if host is None or memory[host] + server.takes * (not server.has_memory) <= self.host_of(server).awake:
                 found.add(server.url)
         return found
 

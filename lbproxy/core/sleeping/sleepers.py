@@ -280,6 +280,8 @@ class Sleepers:
         looked = list({one.url: one for one in chain(self._servers.moving.values(), others)}.values())
         for server in looked:
             self._follow_health(server, now)
+            if server.is_silent:
+                self._follow_responses(server, now)
             server.look(now)
             self._looked.add(server.url)
             is_unasked = server.phase is Phase.WAKING and not (server.is_called or server.in_flight)
@@ -308,6 +310,23 @@ class Sleepers:
                 move(server, SleepEvent.SAID_AWAKE, "its probes pass", now)
             elif now - max(server.since, server.unreachable_at) > UNKNOWN_S:
                 move(server, SleepEvent.SAID_NOTHING, "it does not say whether it sleeps", now)
+
+    def _follow_responses(self, server: SleepServer, now: float) -> None:
+        """Of a model of which nothing says whether it is in memory: it is when it responds, whatever that took. What
+        was there before and has no place beside it is not, the least recently used first: so engines choose.
+        """
+        if server.phase is Phase.UNKNOWN and server.is_reachable:
+            self._servers.move(server, SleepEvent.SAID_ASLEEP, "nothing shows that it is loaded", now)
+        if server.responded_at < server.since or server.phase not in {Phase.ASLEEP, Phase.WAKING}:
+            return
+        self._servers.move(server, SleepEvent.SAID_AWAKE, "it responded", now)
+        beside = [one for one in self._servers.beside(server) if one.phase is Phase.AWAKE]
+        beside.sort(key=lambda one: (one.in_flight > 0, one.idle_since), reverse=True)
+        room = self._servers.host_of(server).awake - server.takes
+        for one in beside:
+            room -= one.takes
+            if room < 0:
+                self._servers.move(one, SleepEvent.SAID_ASLEEP, f"its place is needed for {server.model}", now)
 
     def _follow_down(self, server: SleepServer, now: float) -> None:
         cold_start = server.spec.cold_start
@@ -438,7 +457,7 @@ class Sleepers:
             if one.url not in self._looked:
                 self._looked.add(one.url)
                 one.look(now)
-        if sum(one.phase in LEAVING for one in others) >= len(others) - host.awake + 1:
+        if sum(one.takes for one in others if one.phase not in LEAVING) + server.takes <= host.awake:
             return True
         ready = [
             one
@@ -450,6 +469,8 @@ class Sleepers:
         ]
         if not ready:
             return False
+        if server.is_silent:  # as it would choose by itself
+            return min(ready, key=lambda one: (not one.is_idle(now), one.idle_since))
         wanted = self._servers.wanted
         return min(ready, key=lambda one: (wanted(one, now), not one.is_idle(now), one.idle_since, one.since))
 

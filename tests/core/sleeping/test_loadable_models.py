@@ -24,7 +24,7 @@ MODELS = ("a", "b", "c")
 
 
 class Boxes:
-    """A balancer over endpoints with the API of Ollama."""
+    """A balancer over endpoints with the API of Ollama, or with none that says what is in memory (`engine`)."""
 
     def __init__(
         self,
@@ -32,6 +32,7 @@ class Boxes:
         loaded: Sequence[str] | None = (),
         policy: str = "least-request",
         timeout: float = 1000.0,
+        engine: str | None = "ollama",
     ) -> None:
         settings = BalancingSettings(admission=AdmissionSettings(queue_timeout=timeout))
         routing = RoutingSettings.model_validate({"policy": policy})
@@ -40,10 +41,11 @@ class Boxes:
         specs = [replace(spec(n), loading=loading) for n, loading in enumerate(loadings)]
         self.uids = [one.uid for one in self.balancer.set_endpoints(specs, now=0.0).added]
         for n, uid in enumerate(self.uids):
-            cards = [ModelCard(name, b"{}", engine="ollama") for name in MODELS]
+            cards = [ModelCard(name, b"{}", engine=engine) for name in MODELS]
             self.balancer.report_models(uid, cards)
             self.balancer.report_health(uid, True, "test", now=0.0)
-            self.say(n, loaded, now=0.0)
+            if engine is not None:
+                self.say(n, loaded, now=0.0)
 
     def say(self, n: int, loaded: Sequence[str] | None, *, now: float) -> None:
         """What it has in memory."""
@@ -313,10 +315,10 @@ def test_another_engine_at_the_address_has_all_of_its_models_in_memory() -> None
 
 
 def test_a_request_that_began_before_it_was_known_is_none_too_many() -> None:
-    boxes = Boxes(LoadSpec(most=1))
-    boxes.balancer.report_models(boxes.uids[0], [ModelCard(name, b"{}") for name in MODELS])
+    boxes = Boxes(NOTHING_SAID, engine=None)
     boxes.decide(now=1.0)
     before = boxes.ask("a", now=1.0)
+    boxes.balancer.set_endpoints([replace(spec(0), loading=LoadSpec(most=1))], now=1.0)
     boxes.balancer.report_models(boxes.uids[0], [ModelCard(name, b"{}", engine="ollama") for name in MODELS])
     boxes.say(0, ["a"], now=2.0)
     boxes.close(before, now=3.0)
@@ -349,3 +351,90 @@ def test_what_is_kept_is_said_with_the_tag_or_without(listed: str, said: str) ->
         boxes.decide(now=now)
     assert waits.state is TicketState.WAITING
     assert boxes.memory(0, now=200.0) == {listed: "awake"}
+
+
+def respond(boxes: Boxes, model: str, *, now: float, first_s: float, at: int) -> None:
+    """A request goes to a box, which takes so long for the first byte."""
+    ticket = boxes.ask(model, now=now)
+    for later in (0.1, 0.2, 0.3):
+        boxes.decide(now=now + later)
+    assert boxes.place(ticket) == at
+    boxes.balancer.first_byte(ticket, now=now + first_s)
+    boxes.decide(now=now + first_s)
+    boxes.close(ticket, now=now + first_s)
+
+
+def silent(*most: int) -> Boxes:
+    return Boxes(*(LoadSpec(most=one) for one in most), engine=None)
+
+
+def test_where_nothing_says_it_what_responds_is_in_memory() -> None:
+    """Nothing is at first. One request has a model loaded; others wait for it there, and go there when it is."""
+    boxes = silent(1, 1)
+    boxes.decide(now=0.5)
+    assert (boxes.memory(0, now=0.5), boxes.memory(1, now=0.5)) == ({}, {})
+    respond(boxes, "a", now=1.0, first_s=9.0, at=0)
+    respond(boxes, "b", now=11.0, first_s=9.0, at=1)
+    assert (boxes.memory(0, now=20.0), boxes.memory(1, now=20.0)) == ({"a": "awake"}, {"b": "awake"})
+    assert [boxes.home("a", now=21.0 + n) for n in range(3)] == [0, 0, 0]
+    boxes.decide(now=58.0)
+    respond(boxes, "c", now=60.0, first_s=9.0, at=1)
+    assert (boxes.memory(0, now=70.0), boxes.memory(1, now=70.0)) == ({"a": "awake"}, {"c": "awake"})
+
+
+def test_a_slow_first_byte_is_no_load() -> None:
+    """Of a long prompt, or behind others."""
+    boxes = silent(1)
+    respond(boxes, "a", now=1.0, first_s=9.0, at=0)
+    before = boxes.sleepers.durations()
+    respond(boxes, "a", now=20.0, first_s=60.0, at=0)
+    assert (boxes.memory(0, now=81.0), boxes.sleepers.durations()) == ({"a": "awake"}, before)
+
+
+def test_what_an_engine_unloads_by_itself_is_loaded_by_the_next_request() -> None:
+    """As nobody used it, or for another client: the request goes where it was, and is the one that is waited for."""
+    boxes = silent(1, 1)
+    respond(boxes, "a", now=1.0, first_s=9.0, at=0)
+    respond(boxes, "a", now=4000.0, first_s=9.0, at=0)
+    assert (boxes.memory(0, now=4010.0), boxes.memory(1, now=4010.0)) == ({"a": "awake"}, {})
+
+
+def test_where_two_fit_the_engine_unloads_what_was_used_least_recently() -> None:
+    """However often it is asked for: lbproxy does not choose there, and must not believe another to be gone."""
+    boxes = silent(2)
+    respond(boxes, "b", now=1.0, first_s=9.0, at=0)
+    for n in range(6):
+        respond(boxes, "a", now=20.0 + n, first_s=0.5, at=0)
+    respond(boxes, "b", now=30.0, first_s=0.5, at=0)
+    respond(boxes, "c", now=50.0, first_s=9.0, at=0)
+    assert boxes.memory(0, now=60.0) == {"b": "awake", "c": "awake"}
+
+
+def test_a_late_response_of_what_gave_way_is_not_believed_for_long() -> None:
+    """It was served before the model that needed its place."""
+    boxes = silent(1)
+    respond(boxes, "a", now=1.0, first_s=9.0, at=0)
+    late = boxes.ask("a", now=11.0)
+    held = boxes.ask("c", now=11.0)
+    for tenth in range(110, 400):
+        boxes.decide(now=0.1 * tenth)
+    assert boxes.place(held) == 0
+    boxes.balancer.first_byte(late, now=41.0)
+    boxes.decide(now=41.1)
+    boxes.balancer.first_byte(held, now=50.0)
+    boxes.decide(now=50.1)
+    assert boxes.memory(0, now=50.1) == {"c": "awake"}
+
+
+def test_models_fit_by_their_sizes() -> None:
+    """`a` and `b` together, `c` alone; one whose size is not said takes all there is."""
+    gib = 1 << 30
+    boxes = Boxes(LoadSpec(most=24 * gib, sizes=(("a", 8 * gib), ("b", 16 * gib))))
+    assert [boxes.home(model, now=now) for now, model in enumerate("ab", 1)] == [0, 0]
+    boxes.say(0, ["a", "b"], now=3.0)
+    waits = boxes.ask("c", now=4.0)
+    assert waits.state is TicketState.WAITING
+    for tenth in range(41, 80):
+        boxes.decide(now=0.1 * tenth)
+    assert boxes.place(waits) == 0
+    assert boxes.memory(0, now=8.0) == {"c": "waking"}, "two had to go"

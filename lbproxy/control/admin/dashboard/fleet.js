@@ -132,7 +132,7 @@ function drawRow(row, one) {
   const limits = Object.entries(one.limits_used).map(([name, share]) => `\n${plain(name)}: ${Math.round(100 * share)} % used`).join("");
   const handover = one.role === "both" ? "" : `\nrole: ${plain(one.role)}, connector: ${one.connector === null ? "unknown" : plain(one.connector)}`;
   const models = one.models === null ? "models unknown" : one.models.slice(0, 8).map(plain).join(", ") || "no model";
-  const memory = (one.in_memory ?? []).map((model) => `${plain(model.model)}${model.state === "loaded" ? "" : ` (${plain(model.state)})`}`);
+  const memory = (one.in_memory ?? []).map((model) => `${plain(model.model)} (${plain(model.state)} for ${duration(model.for_s)})`);
   put(about, one.in_memory ? `in memory: ${memory.join(", ") || "no model"}` : one.engine === "auto" ? models : `${plain(one.engine)} · ${models}`);
   set(name.parentElement, "title", `${plain(one.name)}\n${plain(one.url)}\n${plain(one.engine)}: ${models}\nfrom: ${plain(one.from)}${handover}${limits}`);
   put(state[0], symbol);
