@@ -5,8 +5,8 @@ They are inherited as systemd passes them (sd_listen_fds(3)): from descriptor 3 
 `LISTEN_FDNAMES`, and meant for this process if `LISTEN_PID` is its own. A successor gets them in the same way, except
 for `LISTEN_PID`: the parent cannot know the pid in advance, so `LBPROXY_PREDECESSOR` has the parent's. It also gets a
 pipe, `LBPROXY_READY_FD`, on which it reports that it accepts; if the pipe closes without a message, it never did. And
-it gets the keys of endpoints that an operator drained, `LBPROXY_DRAINED`, a line each: it drains them, too; and those
-that registered themselves, `LBPROXY_LEASES`, likewise.
+it gets a file without a name, `LBPROXY_ENDPOINTS_FD`, with the endpoints that an operator drained, which it drains as
+well, and those that registered themselves: they may have keys, which others could read in a variable.
 
 Invariants: a socket that is not used is closed; the variables are removed from the environment, so that no child
 process takes them for its own; a successor that is not ready in time is killed.
@@ -22,8 +22,11 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import NamedTuple
+
+import orjson
 
 from lbproxy.config.sections.clients import Address
 from lbproxy.net.listening.bind import addresses, socket_address
@@ -40,10 +43,8 @@ READY_WITHIN_S = 60.0
 _TEMPORARY_FD = 64
 """Descriptors are moved above this before they are put in place, so that none is overwritten."""
 _READY = b"ready"
-MAX_LINES_BYTES = 512 << 10
-"""The system allows 2 MiB for all variables and arguments."""
-PART_CHARS = 24 << 10
-"""And 128 KiB for a variable: lines go in several of them, `LBPROXY_LEASES`, `LBPROXY_LEASES_1` and so on."""
+MEMORY = hasattr(os, "memfd_create")
+"""Files may be in memory."""
 
 
 class HandedOver(NamedTuple):
@@ -75,7 +76,6 @@ class Inherited:
     def from_environment(cls, environ: MutableMapping[str, str]) -> Inherited:
         """Read `environ`, and remove the variables."""
         variables = {name: environ.pop(name, "") for name in _VARIABLES}
-        handed = [_joined(environ, name) for name in ("LBPROXY_DRAINED", "LBPROXY_LEASES")]
         succeeds = variables["LBPROXY_PREDECESSOR"] == str(os.getppid())
         if not (succeeds or variables["LISTEN_PID"] == str(os.getpid())) or not variables["LISTEN_FDS"].isdecimal():
             return cls()
@@ -85,11 +85,11 @@ class Inherited:
             sock = _listening(FIRST_FD + index)
             if sock is not None:
                 sockets.append((names[index] if index < len(names) else "", sock))
-        ready_fd = variables["LBPROXY_READY_FD"]
+        ready_fd, endpoints_fd = variables["LBPROXY_READY_FD"], variables["LBPROXY_ENDPOINTS_FD"]
         if not succeeds or not ready_fd.isdecimal():
             return cls(sockets)
         os.set_inheritable(int(ready_fd), False)
-        return cls(sockets, int(ready_fd), *handed)
+        return cls(sockets, int(ready_fd), *_read_endpoints(endpoints_fd))
 
     @classmethod
     def of_descriptors(cls, descriptors: Mapping[str, Sequence[int]], drained: Sequence[str] = ()) -> Inherited:
@@ -170,6 +170,7 @@ _VARIABLES = (
     "LISTEN_FDNAMES",
     "LBPROXY_PREDECESSOR",
     "LBPROXY_READY_FD",
+    "LBPROXY_ENDPOINTS_FD",
 )
 
 
@@ -178,30 +179,30 @@ def own_command() -> list[str]:
     return [sys.executable, *sys.orig_argv[1:]]
 
 
-def _lines(keys: Sequence[str], what: str) -> str:
-    """As many as there is room for."""
-    size = 0
-    kept: list[str] = []
-    for key in keys:
-        size += len(key.encode()) + 1
-        if size > MAX_LINES_BYTES:
-            text = "too many endpoints are %s: the new process is not told of the last %d"
-            logger.warning(text, what, len(keys) - len(kept), extra={"event": "restart"})
-            break
-        kept.append(key)
-    return "\n".join(kept)
+def _endpoints_file(handed: HandedOver) -> int:
+    """A descriptor of a file without a name, with what is handed over of endpoints."""
+    if MEMORY:
+        fd = os.memfd_create("endpoints")
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    os.write(fd, orjson.dumps([[*handed.drained], [*handed.leased]]))
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
 
 
-def _parts(name: str, lines: str) -> dict[str, str]:
-    """Lines as variables. No character has more than four bytes."""
-    starts = range(0, len(lines), PART_CHARS)
-    return {f"{name}_{n}" if n else name: lines[at : at + PART_CHARS] for n, at in enumerate(starts)}
-
-
-def _joined(environ: MutableMapping[str, str], name: str) -> list[str]:
-    """The lines of such variables, which are removed."""
-    names = [name, *(f"{name}_{n}" for n in range(1, MAX_LINES_BYTES // PART_CHARS + 1))]
-    return list(filter(None, "".join(environ.pop(one, "") for one in names).split("\n")))
+def _read_endpoints(descriptor: str) -> tuple[list[str], list[str]]:
+    """Of such a file, which is closed."""
+    try:
+        fd = int(descriptor)
+        text = os.read(fd, os.fstat(fd).st_size)
+        os.close(fd)
+        drained, leased = orjson.loads(text)
+    except (OSError, ValueError) as error:
+        what = "what the process before this one had of endpoints cannot be read: %s"
+        logger.warning(what, error, extra={"event": "restart"})
+        return [], []
+    return drained, leased
 
 
 class _Child(NamedTuple):
@@ -281,17 +282,15 @@ def _spawn(command: Sequence[str], handed: HandedOver) -> _Child:
     """Use posix_spawn, not fork: this process has threads."""
     sockets = [(key, sock) for key, listening in handed.sockets.items() for sock in listening]
     reading, writing = os.pipe()
-    moved = [
-        fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _TEMPORARY_FD) for fd in (*(s.fileno() for _, s in sockets), writing)
-    ]
+    own = (writing, _endpoints_file(handed))
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _TEMPORARY_FD) for fd in (*(s.fileno() for _, s in sockets), *own)]
     environ = {
         **os.environ,
         "LISTEN_FDS": str(len(sockets)),
         "LISTEN_FDNAMES": ":".join(name for name, _ in sockets),
         "LBPROXY_PREDECESSOR": str(os.getpid()),
         "LBPROXY_READY_FD": str(FIRST_FD + len(sockets)),
-        **_parts("LBPROXY_DRAINED", _lines(handed.drained, "drained")),
-        **_parts("LBPROXY_LEASES", _lines(handed.leased, "registered")),
+        "LBPROXY_ENDPOINTS_FD": str(FIRST_FD + len(sockets) + 1),
     }
     try:
         actions = [(os.POSIX_SPAWN_DUP2, fd, FIRST_FD + index) for index, fd in enumerate(moved)]
@@ -300,6 +299,6 @@ def _spawn(command: Sequence[str], handed: HandedOver) -> _Child:
         os.close(reading)
         raise
     finally:
-        for fd in (*moved, writing):
+        for fd in (*moved, *own):
             os.close(fd)
     return _Child(pid, reading)
