@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from ipaddress import ip_address
 from typing import Any, TypeAlias
@@ -68,8 +68,8 @@ class AdminClient:
     def post(self, *path: str, within_s: float = TIMEOUT_S, body: Fields | None = None, **query: int) -> Fields:
         return self._ask("POST", path, within_s, body, query)
 
-    def delete(self, *path: str, within_s: float = TIMEOUT_S) -> Fields:
-        return self._ask("DELETE", path, within_s)
+    def delete(self, *path: str, **query: str) -> Fields:
+        return self._ask("DELETE", path, query=query)
 
     def token(self) -> str | None:
         """What changes need: the given token, or the one that lbproxy made; None if it made none."""
@@ -98,7 +98,7 @@ class AdminClient:
         path: tuple[str, ...],
         within_s: float = TIMEOUT_S,
         body: Fields | None = None,
-        query: dict[str, int] | None = None,
+        query: Mapping[str, int | str] | None = None,
     ) -> Fields:
         headers: dict[str, str] = {}
         if method != "GET":

@@ -119,17 +119,19 @@ def _keep(
         if step.say is not None:
             say(step.say)
         stop.wait(step.wait_s)
-    return renewals.name is None or _remove(url, token, renewals.name, say)
+    return renewals.name is None or _remove(url, token, renewals.name, str(entry["url"]), say)
 
 
-def _remove(url: str, token: str | None, name: str, say: Say) -> bool:
+def _remove(url: str, token: str | None, name: str, own: str, say: Say) -> bool:
+    """Have an endpoint removed, if it is still this one, with its `own` URL."""
     try:
         client = AdminClient(url, token)
-        client.delete("endpoints", name)
+        client.delete("endpoints", name, url=own)
         client.close()
     except AdminError as error:
-        if error.status not in {404, 409}:  # its lease ended, or it is leaving already
-            say(f"{url}: {plain(name)} cannot be removed, so it stays until its lease ends: {error}")
-            return False
+        is_gone = error.status in {404, 409}
+        ends = "is not this one any more" if is_gone else "cannot be removed, so it stays until its lease ends"
+        say(f"{url}: {plain(name)} {ends}: {error}")
+        return is_gone
     say(f"{url}: removed {plain(name)}; what runs there finishes")
     return True

@@ -425,8 +425,10 @@ class Proxy:
             self._overlay(overlay)
             return settings.endpoints[-1].name
 
-    async def remove_endpoint(self, name: str) -> bool:
+    async def remove_endpoint(self, name: str, *, registered_by: str | None = None) -> bool:
         async with self._changing:
+            if registered_by is not None:
+                self.overlay.check_registered(self.settings, name, registered_by)
             from_file = name not in self.overlay.added
             overlay, settings = self.overlay.remove(self.settings, name)
             await self._take_over(settings)

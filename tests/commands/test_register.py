@@ -158,7 +158,7 @@ def test_it_registers_renews_and_is_removed_at_the_end(monkeypatch: pytest.Monke
     body = {"url": "http://a:1", "ttl": 3.0}
     bearer = "Bearer token-of-the-test"
     posts = [("POST", "/admin/endpoints", body, bearer)] * (len(asked) - 1)
-    assert asked == [*posts, ("DELETE", "/admin/endpoints/gpu", None, bearer)]
+    assert asked == [*posts, ("DELETE", "/admin/endpoints/gpu?url=http%3A%2F%2Fa%3A1", None, bearer)]
 
 
 def test_a_conflict_and_a_refusal_are_said_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,6 +177,19 @@ def test_an_lbproxy_that_is_not_there_is_waited_for(monkeypatch: pytest.MonkeyPa
     assert removed, "there was nothing to remove"
     (line,) = said
     assert "cannot be reached" in line
+
+
+def test_that_another_has_its_name_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    with listener(201) as url:
+
+        def registered(said: list[str]) -> bool:
+            if said:
+                Lbproxy.answers[:] = [409] * 3
+            return bool(said)
+
+        removed, said = keep(url, registered, monkeypatch)
+    assert removed
+    assert said[-1].startswith(f"{url}: gpu is not this one any more: no, 409")
 
 
 def test_what_cannot_be_removed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,3 +148,22 @@ def test_one_that_vanishes_is_removed_and_one_that_moves_is_replaced(tmp_path: P
             config.write_text(config.read_text().replace(f"endpoints: [{entry(first)}]", "endpoints: []"))
             lbproxy.process.send_signal(signal.SIGHUP)
             register.wait_for("registered gpu(?s:.*)registered gpu")
+
+
+def test_one_that_stops_does_not_remove_who_has_its_name_by_then(tmp_path: Path) -> None:
+    """As in a restart in which the new server is there before the old one goes."""
+    config, listen, admin = settings_of(tmp_path)
+    with mock() as (_, first), mock() as (_, second), Process("--config", str(config), env=ENV) as lbproxy:
+        lbproxy.wait_for("listens on")
+        with Process(*command(f"{{url: '{first}', name: gpu}}", admin, "60s"), env=ENV) as old:
+            old.wait_for("registered gpu")
+            with Process(*command(f"{{url: '{second}', name: gpu}}", admin, "60s"), env=ENV) as new:
+                new.wait_for("registered gpu")
+                old.process.send_signal(signal.SIGTERM)
+                old.wait_for("gpu is not this one any more")
+                assert old.process.wait(60) == 0
+                assert endpoints(admin)["gpu"]["url"] == second
+                until(lambda: status_of_a_request(listen) == 200)
+                new.process.send_signal(signal.SIGTERM)
+                new.wait_for("removed gpu")
+                until(lambda: endpoints(admin) == {})

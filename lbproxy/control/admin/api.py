@@ -129,6 +129,8 @@ USAGE_QUERY: dict[str, Fields] = {
 
 MAX_MOVE_AFTER_S = 86_400
 DRAIN = "Stop sending new requests to it"
+REMOVE = "Remove an endpoint; its requests finish"
+REMOVE_QUERY: dict[str, Fields] = {"url": {"type": "string", "description": "Only if it registered itself by this one"}}
 DRAIN_QUERY: dict[str, Fields] = {"move_after": {"type": "integer", "minimum": 0, "maximum": MAX_MOVE_AFTER_S}}
 """After so many seconds streams that can go on elsewhere do so."""
 
@@ -150,9 +152,9 @@ class Steering(Protocol):
         name, and whether it is new. Raises ConfigError; NotLeasedError if another has its name.
         """
 
-    async def remove_endpoint(self, name: str) -> bool:
-        """One less; returns whether the file has it. Raises UnknownEntryError; ConfigError if it is the last, without a
-        lease.
+    async def remove_endpoint(self, name: str, *, registered_by: str | None = None) -> bool:
+        """One less, or only if it registered itself by this URL; returns whether the file has it. Raises
+        UnknownEntryError; NotLeasedError if it did not; ConfigError if it is the last, without a lease.
         """
 
     def drain(self, uid: EndpointUid, *, draining: bool, move_after_s: float = inf) -> None:
@@ -233,9 +235,7 @@ class Api:
                 "POST", "/admin/endpoints", self._add, "Add an endpoint", "Added", (200, 201, 409, 422), body=ENTRY
             ),
             AdminRoute("GET", one, self._get_endpoint, "One endpoint", "Endpoint", (200, 404)),
-            AdminRoute(
-                "DELETE", one, self._remove, "Remove an endpoint; its requests finish", "Removed", (200, 404, 409)
-            ),
+            AdminRoute("DELETE", one, self._remove, REMOVE, "Removed", (200, 404, 409), query=REMOVE_QUERY),
             AdminRoute("POST", f"{one}/drain", self._drain, DRAIN, "Drain", (200, 400, 404), query=DRAIN_QUERY),
             AdminRoute("POST", f"{one}/undrain", self._undrain, "Send requests to it again", "Drain", (200, 404)),
             AdminRoute("POST", f"{one}/wake", self._wake, "Wake it", "Sleep", (200, 404, 409)),
@@ -378,9 +378,12 @@ class Api:
         name = request.match_info["name"]
         before = self._state.find(name)
         try:
-            returns = await self._steering.remove_endpoint(name)
+            returns = await self._steering.remove_endpoint(name, registered_by=request.query.get("url"))
         except UnknownEntryError:
             self._not_an_entry(name, before)
+        except NotLeasedError:
+            text = f"The endpoint {name} did not register itself by this URL."
+            raise ApiError(409, "not_registered", text) from None
         except ConfigError as error:
             text = f"{name} is the last endpoint: drain it instead."
             raise ApiError(409, "last_endpoint", text, list(error.problems)) from None

@@ -212,6 +212,13 @@ class Overlay:
             overlay, settings = self.remove(settings, name)
         return *overlay.add(settings, entry, keep=False, lease=lease), is_new
 
+    def check_registered(self, settings: Settings, name: str, url: str) -> None:
+        """That an endpoint registered itself by this URL, as it wrote it. Raises UnknownEntryError, NotLeasedError."""
+        found = self.added.get(name)
+        if found is None or found.lease is None or found.entry.get("url") != url:
+            known = any(one.name == name for one in settings.endpoints)
+            raise NotLeasedError(name) if known else UnknownEntryError(name)
+
     def ended(self, now: float, looked_at: float) -> list[str]:
         """Names of those whose lease ended. `looked_at`: when this was asked before: if that is long ago, the process
         stood still, and renewals may wait to be read: all leases are prolonged by that time.

@@ -100,7 +100,9 @@ class FakeSteering:
         self.overlay, self.settings, is_new = self.overlay.register(self.settings, entry, lease)
         return self.settings.endpoints[-1].name, is_new
 
-    async def remove_endpoint(self, name: str) -> bool:
+    async def remove_endpoint(self, name: str, *, registered_by: str | None = None) -> bool:
+        if registered_by is not None:
+            self.overlay.check_registered(self.settings, name, registered_by)
         Overlay().remove(self.settings, name)
         return True
 
@@ -221,6 +223,12 @@ def test_an_endpoint_registers_itself_and_renews_that(monkeypatch: pytest.Monkey
             assert answer.status_code == 200
             assert [one.url for one in steering.settings.endpoints][1:] == ["http://10.0.0.8:8000"]
             assert code(await post(name="e1")) == (409, "not_registered")
+            for name, url in (("gpu", "http://10.0.0.7:8000"), ("e1", "http://10.0.0.1:8000"), ("e1", "")):
+                answer = await client.delete(f"/admin/endpoints/{name}", params={"url": url})
+                assert code(answer) == (409, "not_registered"), "it is not who asks that has this name"
+            answer = await client.delete("/admin/endpoints/gpu", params={"url": "http://10.0.0.8:8000"})
+            assert answer.status_code == 200
+            assert code(await client.delete("/admin/endpoints/no", params={"url": "x"})) == (404, "unknown_endpoint")
             for wrong in ({"keep": True}, {"keep": False}, {"ttl": "soon"}, {"ttl": None}, {"ttl": 0}, {"weight": "x"}):
                 answer = await post(**wrong)
                 assert code(answer) == (422, "invalid_endpoint")

@@ -79,6 +79,21 @@ def test_another_url_under_the_name_replaces_it() -> None:
     assert overlay.renew(now_in_force, GPU, 30.0, 21.0) is None, "the old one takes its name back only as a new one"
 
 
+def test_only_what_registered_itself_by_a_url_is_removed_by_it() -> None:
+    """Not who took its name since, and what an operator or the file has by that name."""
+    overlay, now_in_force = registered()
+    overlay.check_registered(now_in_force, "gpu", "http://10.0.0.7:8000")
+    other = GPU | {"url": "http://10.0.0.8:8000"}
+    replaced, then, _ = overlay.register(now_in_force, other, Lease.begin(30.0, 20.0))
+    added, and_added = Overlay().add(settings(FILE), GPU, keep=False)
+    filed = settings("endpoints: [{url: http://10.0.0.7:8000, name: gpu}]")
+    for one, where in ((replaced, then), (added, and_added), (Overlay(), filed)):
+        with pytest.raises(NotLeasedError):
+            one.check_registered(where, "gpu", "http://10.0.0.7:8000")
+    with pytest.raises(UnknownEntryError):
+        overlay.check_registered(now_in_force, "other", "http://10.0.0.7:8000")
+
+
 def test_a_name_without_a_lease_is_not_taken_and_an_address_neither() -> None:
     overlay, now_in_force = registered()
     overlay, now_in_force = overlay.add(now_in_force, {"url": "http://10.0.0.9:8000", "name": "added"}, keep=False)
