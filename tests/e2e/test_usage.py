@@ -89,7 +89,9 @@ def test_what_a_process_serves_to_its_end_after_it_handed_over_is_counted(tmp_pa
 
 
 def test_tokens_of_streams_that_report_none_are_estimated_within_a_tenth(tmp_path: Path) -> None:
-    """Chat and completions of any length; one of five asks for usage, in a flow of its own."""
+    """Chat and completions of any length, of servers that send an event for each token and for five; one of five asks
+    for usage, in a flow of its own.
+    """
     requests = int(os.environ.get("LBPROXY_TEST_REQUESTS", "150"))  # 10,000 by hand
     rng = random.Random(7)
     expected = {"asks": 0, "silent": 0}
@@ -110,7 +112,8 @@ def test_tokens_of_streams_that_report_none_are_estimated_within_a_tenth(tmp_pat
     with (
         mock(*fast) as (_, one),
         mock(*fast, "--engine", "llamacpp") as (_, two),
-        lbproxy(tmp_path, [one, two]) as (process, listen, admin),
+        mock(*fast, "--stream-interval", "5") as (_, three),
+        lbproxy(tmp_path, [one, two, three]) as (process, listen, admin),
         httpx.Client(base_url=listen, timeout=60) as client,
         ThreadPoolExecutor(8) as pool,
     ):

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from lbproxy.core.requests.request import BYTES_PER_TOKEN, Usage
+from lbproxy.core.requests.request import Usage
 from lbproxy.core.responses.sse import BodyScanner, EventScanner
-from lbproxy.core.responses.text_rate import tokens_of
+from lbproxy.core.responses.text_rate import TextRate
 from lbproxy.core.responses.usage import read_usage
 
 Json = dict[str, Any]
@@ -236,7 +236,7 @@ def scanned(parts: list[bytes], api: str) -> tuple[Usage | None, int]:
         data = b"xx" + part + b"xx"
         if not scanner.is_token(data, 2, len(data) - 2):
             scanner.feed(data, 2, len(data) - 2)
-    return scanner.usage, tokens_of(scanner.token_events, scanner.text_bytes, BYTES_PER_TOKEN)
+    return scanner.usage, TextRate().tokens(scanner.token_events, scanner.text_bytes)
 
 
 def test_a_thousand_streams_and_bodies_count_what_was_generated() -> None:

@@ -33,6 +33,7 @@ from lbproxy.core.responses.continued import (
     wants_usage,
 )
 from lbproxy.core.responses.joined import JoinedStream
+from lbproxy.core.responses.text_rate import TextRate
 from lbproxy.driver.request_runtime import RequestRuntime
 from lbproxy.net.connections.call import Call, Called, Result
 from lbproxy.net.connections.h1 import ResponseHead
@@ -375,11 +376,7 @@ class JoinedRelay(Relay):
         said = None if self._scanner is None else self._scanner.usage
         return None if said is None else self._joined.joined(said)
 
-    @property
-    def text_bytes(self) -> int:
-        return self._joined.text_bytes
-
-    def generated(self, bytes_per_token: float) -> int:
+    def generated(self, rate: TextRate) -> int:
         return self._joined.tokens
 
     @property

@@ -47,7 +47,7 @@ from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.core.responses.lines import LineScanner
 from lbproxy.core.responses.objects import find_objects
 from lbproxy.core.responses.sse import BodyScanner, EventScanner, IdScanner, find_response_id
-from lbproxy.core.responses.text_rate import tokens_of
+from lbproxy.core.responses.text_rate import TextRate
 from lbproxy.driver.request_runtime import RequestRuntime
 from lbproxy.net.connections.h1 import PayloadWatcher, ResponseHead
 from lbproxy.net.connections.pool import Connection
@@ -520,20 +520,21 @@ class Relay(PayloadWatcher):
         return None if self._body is None else self._body.usage
 
     @property
-    def text_bytes(self) -> int:
-        """Bytes of what the endpoint wrote so far; 0 = not known."""
-        return 0 if self._scanner is None else self._scanner.text_bytes
+    def written(self) -> tuple[int, int]:
+        """Events that stand for tokens, and bytes of text, of its endpoint's stream; zeros: unknown."""
+        scanner = self._scanner
+        return (0, 0) if scanner is None or scanner.is_opaque else (scanner.token_events, scanner.text_bytes)
 
-    def generated(self, bytes_per_token: float) -> int:
+    def generated(self, rate: TextRate) -> int:
         """About how many tokens the endpoint has written so far, by what it sent: at least one for each event."""
         scanner = self._scanner
         if scanner is not None and not scanner.is_opaque:
-            return tokens_of(scanner.token_events, scanner.text_bytes, bytes_per_token)
+            return rate.tokens(scanner.token_events, scanner.text_bytes)
         if self._body is not None:
-            return ceil(self._body.size / bytes_per_token)
+            return ceil(self._body.size / rate.bytes_per_token)
         size = self._record.response_bytes
         is_text = self.content_type.startswith(b"text/") and not self._head.encoded
-        return ceil(size / bytes_per_token) if is_text else size  # compressed, a token has about one byte
+        return ceil(size / rate.bytes_per_token) if is_text else size  # compressed, a token has about one byte
 
     @property
     def is_ours(self) -> bool:

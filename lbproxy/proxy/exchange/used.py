@@ -9,7 +9,7 @@ from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import BYTES_PER_TOKEN, Usage, estimated
-from lbproxy.core.responses.text_rate import TextRate
+from lbproxy.core.responses.text_rate import TextRate, TextRates
 from lbproxy.core.responses.usage import read_usage
 from lbproxy.net.connections.h1 import ResponseHead
 from lbproxy.proxy.exchange.relay import Relay, is_json
@@ -20,7 +20,7 @@ class UsedTokens:
     """Finds out what responses have used. What was reported is noted in their records."""
 
     def __init__(self) -> None:
-        self._rate = TextRate()
+        self._rates = TextRates()
 
     def of_body(
         self, record: RequestRecord, ticket: Ticket, route: Route, head: ResponseHead, body: bytes
@@ -32,7 +32,9 @@ class UsedTokens:
             usage = _note_usage(record, ticket, usage)
             completion = usage.completion_tokens
         if completion is None and body and _generates(route, head.status, head.content_type):
-            usage = estimated(usage, ceil(len(body) / (1.0 if head.encoded else self._bytes_per_token(ticket))))
+            usage = estimated(
+                usage, ceil(len(body) / (1.0 if head.encoded else self._rate(record, ticket).bytes_per_token))
+            )
         return usage
 
     def of_stream(
@@ -44,10 +46,12 @@ class UsedTokens:
             usage = _note_usage(record, ticket, usage)
         reported = None if usage is None else usage.completion_tokens
         if reported is not None and ended is Outcome.COMPLETED:
-            self._rate.learn(relay.text_bytes, reported)
+            if not relay.has_moved:
+                events, text_bytes = relay.written
+                self._rates.learn(record.endpoint or "", record.model or "", events, text_bytes, reported)
         elif _wrote_text(relay, route, record.status):
             # What was reported of a response that broke is what it had at its first event, or in one of its choices.
-            usage = estimated(usage, max(reported or 0, relay.generated(self._bytes_per_token(ticket))))
+            usage = estimated(usage, max(reported or 0, relay.generated(self._rate(record, ticket))))
         return None if usage is None else relay.share(usage)
 
     def so_far(
@@ -58,19 +62,18 @@ class UsedTokens:
         """
         if not _wrote_text(relay, route, record.status):
             return None
-        usage, generated = relay.usage, relay.generated(self._bytes_per_token(ticket))
+        usage, generated = relay.usage, relay.generated(self._rate(record, ticket))
         if usage is not None:
             usage = usage.resolved(expected_prompt_tokens(ticket))
             generated = max(generated, usage.completion_tokens or 0)
         return relay.share(estimated(usage, generated)) if generated or is_left else None
 
-    def _bytes_per_token(self, ticket: Ticket) -> float:
-        """About how many bytes of text a token of the response to a placed request has."""
+    def _rate(self, record: RequestRecord, ticket: Ticket) -> TextRate:
+        """What the response to a placed request is likely to be like."""
         request = ticket.request
         is_text = request.prompt_bytes and not request.media_tokens
-        return self._rate.bytes_per_token(
-            request.prompt_bytes / expected_prompt_tokens(ticket) if is_text else BYTES_PER_TOKEN
-        )
+        prompt_rate = request.prompt_bytes / expected_prompt_tokens(ticket) if is_text else BYTES_PER_TOKEN
+        return self._rates.of(record.endpoint or "", record.model or "", prompt_rate)
 
 
 def expected_prompt_tokens(ticket: Ticket) -> float:
