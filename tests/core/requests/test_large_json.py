@@ -67,13 +67,17 @@ def test_segments_say_what_the_whole_says(body: object, spaces: int | None, esca
     assert read(text).value == orjson.loads(text)
 
 
-MESSAGES = st.lists(st.builds(lambda kind, said: {**kind, "content": said}, st.sampled_from(
+KINDS = st.sampled_from(
     [{"role": "user"}, {"type": "message"}, {"type": "text"}, {"type": "function_call", "role": "}, {"}]
-), VALUES | st.lists(st.fixed_dictionaries({"role": VALUES}), max_size=3)), min_size=2)  # fmt: skip
+)
+NESTED = st.lists(st.fixed_dictionaries({"role": SCALARS}), max_size=3)
+MESSAGES = st.lists(
+    st.builds(lambda kind, said: {**kind, "content": said}, KINDS, SCALARS | NESTED), min_size=2, max_size=5
+)
 
 
 @pytest.mark.usefixtures("quick")
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(body=BODIES, said=MESSAGES, more=MESSAGES, spaces=st.sampled_from([None, 1]), escaped=st.booleans())
 def test_segments_without_an_outline_say_the_same(
     body: dict[str, object], said: object, more: object, spaces: int | None, escaped: bool
