@@ -24,7 +24,7 @@ from lbproxy.config.sections.endpoints import (
 )
 from lbproxy.config.shown import without_values
 from lbproxy.config.text import ConfigError, Read, is_secret, join, one_line, read_text
-from lbproxy.config.tree import OWN_ADDRESSES, EndpointList, Settings
+from lbproxy.config.tree import MAX_ENDPOINTS, OWN_ADDRESSES, EndpointList, Settings
 from lbproxy.config.values import duration
 
 Root = TypeVar("Root", bound=BaseModel)
@@ -66,6 +66,25 @@ def with_endpoints(settings: Settings, endpoints: Sequence[object], *, source: s
     """`settings` with these endpoints instead, each an entry of it or what a file would say. Raises ConfigError."""
     values = dict(settings) | {"endpoints": list(endpoints)}
     return _validated(Settings, Read(values, {}, frozenset()), {OWN_ENGINES: list(settings.engines)}, source)
+
+
+def with_endpoint(settings: Settings, entry: Mapping[str, object], *, source: str) -> Settings:
+    """`settings` with one more endpoint, as a file would say it. Raises ConfigError, as if all were read. About 0.1 µs
+    for each of the others.
+    """
+    others = settings.endpoints
+    try:
+        (one,) = with_endpoints(settings, [entry], source=source).endpoints
+    except ConfigError:
+        one = None  # and if something else is wrong too, that is to be told as well
+    if (
+        one is None
+        or one.kv_events
+        or len(others) >= MAX_ENDPOINTS
+        or any(one.name == other.name or one.identity == other.identity for other in others)
+    ):
+        return with_endpoints(settings, [*others, entry], source=source)
+    return settings.model_copy(update={"endpoints": (*others, one)})
 
 
 def name_of_entry(settings: Settings, entry: Mapping[str, object]) -> str | None:

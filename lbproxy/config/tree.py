@@ -241,12 +241,12 @@ def _check_distinct(value: tuple[EndpointSettings, ...], own: Mapping[str, Addre
     urls: dict[str, int] = {}
     names: dict[str, int] = {}
     clashes: list[InitErrorDetails] = []
+    ports = {None if address.unix else address.port for address in own.values()}
     for index, endpoint in enumerate(value):
-        for key, address in own.items():
+        for key, address in own.items() if endpoint.port in ports else ():
             if endpoint.leads_to(address):
                 clashes.append(_clash(index, "url", f"another server than lbproxy's own {key}", endpoint.url))
-        url = f"{endpoint.url.replace('https:', 'http:')} {endpoint.model or ''}"  # one port speaks one of the two
-        same_url = urls.setdefault(url, index)
+        same_url = urls.setdefault(endpoint.identity, index)
         same_name = names.setdefault(endpoint.name, index)
         if same_url != index:
             clashes.append(_clash(index, "url", f"another url than endpoints[{same_url}] has", endpoint.url))
@@ -261,7 +261,7 @@ def _check_distinct(value: tuple[EndpointSettings, ...], own: Mapping[str, Addre
 def _same_publishers(value: tuple[EndpointSettings, ...]) -> Iterator[InitErrorDetails]:
     """Those whose `kv_events` are those of an endpoint before."""
     seen: list[tuple[int, int, Publisher]] = []
-    for index, endpoint in enumerate(value):
+    for index, endpoint in ((index, one) for index, one in enumerate(value) if one.kv_events):
         read = read_publisher(endpoint.kv_events or "")
         if read is None or not read.host:
             continue

@@ -171,9 +171,8 @@ class Proxy:
         self.telemetry.watch_sleeping(self.drivers.sleep)
         self.discovery = Discovery(settings, rng)
         self.telemetry.watch_sources(self.discovery)
-        self.history = History(
-            self.telemetry.totals, runtime.snapshot, lambda: runtime.balancer.queue(now=runtime.now())
-        )
+        every = balancer.endpoints.every
+        self.history = History(self.telemetry.totals, every, lambda: balancer.queue(now=runtime.now()))
         self.overlay = Overlay()
         self._handed_over = asyncio.Event()
         """A successor has the listening sockets."""
@@ -309,7 +308,7 @@ class Proxy:
     def _start_sources(self) -> None:
         self.sources = [
             self.tasks.create_task(supervise(name, run, self.rng))
-            for name, run in self.discovery.loops(self.runtime, self.members.adopt)
+            for name, run in self.discovery.loops(self.runtime, self.members.adopt_soon)
         ]
 
     # Reloading
@@ -406,23 +405,36 @@ class Proxy:
             self.admin.access.token = settings.admin.token
         self.runtime.reconfigure(policy, settings)
         self.keeper.reconfigure(settings.state)
+        self._find_by(discovery)
+        if (settings.health, settings.scrape, settings.engines) != (old.health, old.scrape, old.engines):
+            self.members.watches.restart()
+
+    def _find_by(self, discovery: Discovery) -> None:
         for source in self.sources:
             source.cancel()
         self.discovery.replaced_by(discovery)
         self.discovery = discovery
         self.telemetry.watch_sources(discovery)
         self.members.adopt(discovery.endpoints())
-        if (settings.health, settings.scrape, settings.engines) != (old.health, old.scrape, old.engines):
-            self.members.watches.restart()
         self._start_sources()
+
+    async def _exchange(self, settings: Settings, overlay: Overlay) -> None:
+        """Take over settings that have other endpoints, and nothing else. Raises ConfigError."""
+        await asyncio.to_thread(find_kv_events, settings.endpoints[-1:])
+        if self.discovery.readdress(settings):
+            self.members.adopt_soon(self.discovery.endpoints)
+        else:
+            self._find_by(await self.discovery.under(settings))
+        self.settings, self.overlay = settings, overlay
+        self._orders.overlaid()
 
     # Steering: see control.admin.api
 
     async def add_endpoint(self, entry: Mapping[str, object], *, keep: bool) -> str:
         async with self._changing:
             overlay, settings = self.overlay.add(self.settings, entry, keep=keep)
-            await self._take_over(settings)
-            self._overlay(overlay)
+            await self._exchange(settings, overlay)
+            warn_of_unverified(settings.endpoints[-1:])
             return settings.endpoints[-1].name
 
     async def remove_endpoint(self, name: str, *, registered_by: str | None = None) -> bool:
@@ -431,8 +443,7 @@ class Proxy:
                 self.overlay.check_registered(self.settings, name, registered_by)
             from_file = name not in self.overlay.added
             overlay, settings = self.overlay.remove(self.settings, name)
-            await self._take_over(settings)
-            self._overlay(overlay)
+            await self._exchange(settings, overlay)
             return from_file
 
     async def register_endpoint(self, entry: Mapping[str, object], *, ttl_s: float) -> tuple[str, bool]:
@@ -441,8 +452,8 @@ class Proxy:
         async with self._changing:
             lease = Lease.begin(ttl_s, self.runtime.now())
             overlay, settings, is_new = self.overlay.register(self.settings, entry, lease)
-            await self._take_over(settings)
-            self._overlay(overlay)
+            await self._exchange(settings, overlay)
+            warn_of_unverified(settings.endpoints[-1:])
             name = settings.endpoints[-1].name
             logger.warning("endpoint %s registered for %g s", name, ttl_s, extra={"event": "admin"})
             return name, is_new
@@ -464,18 +475,13 @@ class Proxy:
                 return
             try:
                 overlay, settings = self.overlay.remove(self.settings, *names)
-                await self._take_over(settings)
+                await self._exchange(settings, overlay)
             except ConfigError as error:  # a certificate that another one needs is gone
                 for name in names:
                     self.overlay.prolong(name, now)
                 logger.error("endpoints whose leases ended cannot be removed: %s", error, extra={"event": "admin"})
                 return
-            self._overlay(overlay)
         logger.warning("not renewed, and removed: endpoint %s", ", ".join(names), extra={"event": "admin"})
-
-    def _overlay(self, overlay: Overlay) -> None:
-        self.overlay = overlay
-        self._orders.overlaid()
 
     def drain(self, uid: EndpointUid, *, draining: bool, move_after_s: float = inf) -> None:
         self.runtime.drain(uid, draining=draining, move_after_s=move_after_s)

@@ -395,6 +395,16 @@ class EndpointSettings(ShortSection):
         place = self.url if self.is_unix else self.url.partition("://")[2]
         return place if self.model is None else f"{place} {self.model}"
 
+    @cached_property
+    def identity(self) -> str:
+        """What no two entries have in common: URL and `model`. One port speaks either HTTP or HTTPS."""
+        return f"{self.url.replace('https:', 'http:')} {self.model or ''}"
+
+    @cached_property
+    def port(self) -> int | None:
+        """Of a URL of a host; None: of a Unix socket, an SRV name or a file."""
+        return None if self.is_unix or self.is_srv or self.is_file else int(self.authority.rpartition(":")[2])
+
     @property
     def path(self) -> str:
         """Of a file."""
@@ -410,7 +420,7 @@ class EndpointSettings(ShortSection):
         """`http`, `https` or `unix`."""
         return self.url.partition(":")[0].rpartition("+")[2]
 
-    @property
+    @cached_property
     def is_name(self) -> bool:
         """Whether this stands for what DNS says of a name."""
         return _is_name(self.url)
@@ -425,7 +435,7 @@ class EndpointSettings(ShortSection):
         """Whether its SRV records."""
         return self.url.startswith("srv+")
 
-    @property
+    @cached_property
     def is_file(self) -> bool:
         """Whether this stands for the endpoints that a file lists."""
         return self.url.startswith("file:")
@@ -439,7 +449,7 @@ class EndpointSettings(ShortSection):
         """Whether it is known to be a listener of ours: of SRV names and files that is seen later."""
         if self.is_unix or address.unix is not None:
             return self.is_unix and self.url == str(address)
-        return not self.is_srv and not self.is_file and leads_to(self.authority, address)
+        return self.port is not None and leads_to(self.authority, address)
 
 
 def _on_a_host(read: Publisher | None, info: ValidationInfo) -> str | None:

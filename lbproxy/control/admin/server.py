@@ -27,6 +27,7 @@ from lbproxy.control.admin.dashboard.page import Dashboard
 from lbproxy.control.admin.made_token import MadeToken
 from lbproxy.control.admin.state import Drainable
 from lbproxy.core.endpoints.health import Health
+from lbproxy.core.endpoints.state import is_serving
 from lbproxy.core.requests.openai import REASON_FIELD, error_body
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.driver.runtime import Runtime
@@ -206,9 +207,9 @@ class Admin:
 
     async def _readyz(self, _: web.Request) -> web.Response:
         """200 while a client finds lbproxy, and its request an endpoint."""
-        endpoints = self._runtime.snapshot().endpoints
-        counts = Counter(one.health for one in endpoints)
-        serving = sum(one.serving for one in endpoints)
+        endpoints = self._runtime.balancer.endpoints
+        counts = Counter(one.health for one in endpoints.every())
+        serving = sum(is_serving(one, endpoints.serving.is_readmitted(one)) for one in endpoints.members())
         draining = self._front.draining
         ready = serving > 0 and not draining and self._front.url is not None
         facts = {

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from itertools import islice
 from typing import Protocol
 
 from lbproxy import __version__
@@ -19,7 +20,7 @@ from lbproxy.control.admin.made_token import MadeToken
 from lbproxy.control.families.common import Loads, StateStats, WorkerFacts, Workers
 from lbproxy.control.telemetry.access_line import stamp
 from lbproxy.control.telemetry.recent import Fields, Recent
-from lbproxy.core.endpoints.state import EndpointSnapshot
+from lbproxy.core.endpoints.state import EndpointSnapshot, EndpointState
 from lbproxy.core.observed.learned import EndpointLearned, QueueSnapshot
 from lbproxy.core.observed.ledger import Pair, by_flow, largest
 from lbproxy.core.observed.record import RequestRecord
@@ -85,6 +86,7 @@ class ShownState:
         """The owner's, if it has an admin token of its own making."""
         self.recent = recent
         self._runtime = runtime
+        self._set = runtime.balancer.endpoints
         self._front = front
         self._settings = settings
         self._origin = origin
@@ -127,24 +129,30 @@ class ShownState:
 
     def endpoints(self) -> list[Fields]:
         """In the order of the settings, then those that are leaving."""
-        learned = self._runtime.balancer.learned(now=self._runtime.now())
-        by_uid = {} if learned is None else learned[1]
-        digests, snapshot = self.recent.by_endpoint(), self._runtime.snapshot()
-        return [
-            self._endpoint(one, by_uid.get(one.endpoint.uid), digests.get(one.endpoint.name))
-            | {"sleep": sleep_fields(snapshot.sleep.get(one.endpoint.uid))}
-            | {"in_memory": _in_memory(snapshot.in_memory.get(one.endpoint.uid))}
-            for one in snapshot.endpoints
-        ]
+        return self._fields(self._set.every())
 
     def find(self, name: str) -> list[EndpointSnapshot]:
         """A member by its name, or all ranks of a server by its name; if there is none, one that is leaving."""
-        found = [one for one in self._runtime.snapshot().endpoints if name in {one.endpoint.name, one.endpoint.server}]
+        states = [one for one in self._set.every() if name in {one.endpoint.name, one.endpoint.server}]
+        found = self._set.snapshot(now=self._runtime.now(), of=states)
         return [one for one in found if not one.removed] or found[:1]
 
     def endpoint(self, name: str) -> Fields | None:
-        """The same of one."""
-        return next((one for one in self.endpoints() if one["name"] == name), None)
+        """The same as `endpoints` of one."""
+        found = islice((one for one in self._set.every() if one.endpoint.name == name), 1)
+        return next(iter(self._fields(found)), None)
+
+    def _fields(self, states: Iterable[EndpointState]) -> list[Fields]:
+        now, sleepers = self._runtime.now(), self._runtime.balancer.sleepers
+        found = self._set.snapshot(now=now, of=states)
+        learned, digests = self._runtime.learned_of(one.endpoint.uid for one in found), self.recent.by_endpoint()
+        sleep, in_memory = sleepers.snapshot(now), sleepers.in_memory(now)
+        return [
+            self._endpoint(one, learned.get(one.endpoint.uid), digests.get(one.endpoint.name))
+            | {"sleep": sleep_fields(sleep.get(one.endpoint.uid))}
+            | {"in_memory": _in_memory(in_memory.get(one.endpoint.uid))}
+            for one in found
+        ]
 
     def _endpoint(self, one: EndpointSnapshot, learned: EndpointLearned | None, recent: Fields | None) -> Fields:
         fresh = None if one.stale else one.metrics

@@ -160,8 +160,8 @@ def _tls(entry: EndpointSettings, member: NameMember | None, certificates: Certi
 logger = logging.getLogger("lbproxy")
 
 
-Publish: TypeAlias = Callable[[list[EndpointSpec]], None]
-"""Gets each new complete set."""
+Publish: TypeAlias = Callable[[Callable[[], list[EndpointSpec]]], None]
+"""Gets what makes the complete set, whenever that is another one."""
 
 
 def read_hosts() -> str:
@@ -240,6 +240,19 @@ class Entries:
 
     def __len__(self) -> int:
         return len(self.entries)
+
+    def exchange(self, entries: Sequence[EndpointSettings]) -> bool:
+        """Have other entries, of which those that stay are the same objects, and new ones stand last. False, and
+        nothing is done, if names or files are among those that differ.
+        """
+        before, after = set(map(id, self.entries)), set(map(id, entries))
+        gone = [one for one in self.entries if id(one) not in after]
+        new = [one for one in entries if id(one) not in before]
+        if any(one.is_name or one.is_file for one in (*gone, *new)):
+            return False
+        self.entries = entries
+        self.addresses = [*(one for one in self.addresses if id(one) in after), *new]
+        return True
 
     def up(self, down: Collection[str]) -> list[EndpointSettings]:
         """Those that are not known to be down."""
@@ -340,6 +353,15 @@ class Discovery:
         await asyncio.gather(*(successor._resolve(name, tuple) for name in successor.names if not name.results))
         return successor
 
+    def readdress(self, settings: Settings) -> bool:
+        """Go on under settings that have other endpoints, and nothing else, which name no new certificate. False, and
+        nothing is done, if names or files are among those that differ: see `under`.
+        """
+        if not self._root.exchange(settings.endpoints):
+            return False
+        self._settings = settings
+        return True
+
     def replaced_by(self, successor: Discovery) -> None:
         """It takes over: `close` what it does not use."""
         if successor._resolver is not self._resolver:
@@ -414,7 +436,7 @@ class Discovery:
                 authorities = [one.authority for one in before]
                 if name.authorities != authorities:  # else only weights are others
                     _log_change(name.entry, authorities, name.authorities, name.found)
-                publish(self.endpoints())
+                publish(self.endpoints)
             interval_s = self._settings.dns.interval
             if OK not in name.results:
                 interval_s = min(interval_s, FIRST_RETRY_S)
@@ -450,7 +472,7 @@ class Discovery:
                 if file.known is not before:
                     _log_change(file.entry, _shown(before), _shown(file.known), len(file.known.entries))
                     warn_of_unverified(file.known.entries)
-                    publish(self.endpoints())
+                    publish(self.endpoints)
                 names = {id(name): name for name in file.known.names}
                 for key in followed.keys() - names.keys():
                     followed.pop(key).cancel()

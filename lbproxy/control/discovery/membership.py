@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
+from math import inf
 from typing import Final, TypeAlias
 
 from lbproxy.control.loops import supervise
@@ -33,6 +34,10 @@ MAX_REST_S: Final = 600.0
 believed again."""
 JOINED_AT_ONCE: Final = 100
 """Endpoints that join in the same turn of the loop."""
+MANY: Final = 100
+PAUSE_S: Final = 0.002
+"""Of a set of more than `MANY` endpoints, between two changes, for each endpoint: a change takes some µs for each, so
+all together take a few thousandths of the time."""
 AT_ONCE = 4
 """Endpoints whose loops begin in the same turn: dialling takes up to 1 ms each."""
 ENDED_AT_ONCE = 50
@@ -48,6 +53,9 @@ class Membership:
         """Follow each change of the set."""
         self._runtime = runtime
         self._rest: asyncio.Handle | None = None
+        self._soon: asyncio.Handle | None = None
+        """The next `adopt`."""
+        self._changed_at = -inf
         self._servers: Sequence[EndpointSpec] = ()
         self._ranks: dict[str, int] = {}
         """How many ranks the metrics of a server show, by its URL, if that was ever more than one."""
@@ -70,7 +78,8 @@ class Membership:
         self._ranks[endpoint.url_key] = ranks
         what = f"{ranks} data-parallel ranks, an endpoint each" if ranks > 1 else "no data-parallel ranks any more"
         logger.info("%s has %s", endpoint.server, what, extra={"event": "ranks", "endpoint": endpoint.server})
-        self.adopt(self._servers)
+        if self._soon is None:
+            self.adopt(self._servers)
 
     def _endpoints(self, servers: Sequence[EndpointSpec]) -> Iterator[EndpointSpec]:
         for server in servers:
@@ -80,11 +89,24 @@ class Membership:
             else:
                 yield from (replace(server, name=f"{server.name}#{n}", rank=n) for n in range(ranks))
 
+    def adopt_soon(self, servers: Callable[[], Sequence[EndpointSpec]]) -> None:
+        """`adopt` what this returns: at once, or if the last change of a large set was just now, together with what
+        changes meanwhile.
+        """
+        if self._soon is None:
+            wait_s = self._changed_at + PAUSE_S * len(self._servers) - self._runtime.now()
+            if len(self._servers) > MANY and wait_s > 0.0:
+                self._soon = self._runtime.loop.call_later(wait_s, lambda: self.adopt(servers()))
+            else:
+                self.adopt(servers())
+
     def adopt(self, servers: Sequence[EndpointSpec]) -> None:
         """Make the set equal to `servers`: at once, or if more than `JOINED_AT_ONCE` are new, in later turns of the
         loop. What an earlier call has left for later turns does not count any more.
         """
-        self._servers = servers
+        if self._soon is not None:
+            self._soon.cancel()
+        self._servers, self._soon, self._changed_at = servers, None, self._runtime.now()
         if self._ranks:
             urls = {one.url_key for one in servers}
             self._ranks = {url: ranks for url, ranks in self._ranks.items() if url in urls}

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 import orjson
 
-from lbproxy.config.parse import name_of_entry, with_endpoints
+from lbproxy.config.parse import name_of_entry, with_endpoint, with_endpoints
 from lbproxy.config.text import ConfigError
 from lbproxy.config.tree import Settings
 
@@ -131,7 +131,7 @@ class Overlay:
     ) -> tuple[Overlay, Settings]:
         """With one more endpoint, as a settings file would say it. Raises ConfigError with all that is wrong."""
         try:
-            changed = with_endpoints(settings, [*settings.endpoints, entry], source=SOURCE)
+            changed = with_endpoint(settings, entry, source=SOURCE)
         except ConfigError as error:
             last = f"endpoints[{len(settings.endpoints)}]"
             raise ConfigError(SOURCE, [_own_path(one, last) for one in error.problems]) from None
@@ -150,7 +150,7 @@ class Overlay:
             raise ConfigError(SOURCE, ["endpoints: expected at least one that is left"])
         added = {name: one for name, one in self.added.items() if name not in names}
         removed = (*self.removed, *(name for name in names if name not in self.added))
-        return Overlay(added, removed), with_endpoints(settings, left, source=SOURCE)
+        return Overlay(added, removed), settings.model_copy(update={"endpoints": tuple(left)})
 
     def over(self, before: Settings, fresh: Settings) -> tuple[Overlay, Settings]:
         """After a reload. `before`: what was in force; `fresh`: what the file says. What is leased and does not fit any

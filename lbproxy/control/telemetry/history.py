@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from lbproxy.control.families.common import RequestTotals
 from lbproxy.control.families.requests import FIRST_BYTE_BUCKETS
 from lbproxy.control.telemetry.access_line import stamp
 from lbproxy.core.endpoints.endpoint import EndpointUid
+from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.observed.learned import QueueSnapshot
-from lbproxy.core.observed.snapshot import PoolSnapshot
 
 STEP_S = 5.0
 STEPS = 120
@@ -29,11 +29,12 @@ class History:
     def __init__(
         self,
         totals: Callable[[], RequestTotals],
-        snapshot: Callable[[], PoolSnapshot],
+        endpoints: Callable[[], Iterable[EndpointState]],
         queue: Callable[[], QueueSnapshot],
     ) -> None:
+        """`endpoints`: all that have requests of ours, those that are leaving too."""
         self._totals = totals
-        self._snapshot = snapshot
+        self._endpoints = endpoints
         self._queue = queue
         self._before = totals()
         self._streamed: dict[EndpointUid, int] = {}
@@ -54,7 +55,7 @@ class History:
 
     def sample(self, seconds: float) -> None:
         """One more point, about the last so many seconds."""
-        before, after, pool = self._before, self._totals(), self._snapshot()
+        before, after, queue, endpoints = self._before, self._totals(), self._queue(), list(self._endpoints())
         self._before = after
         first_bytes = [new - old for old, new in zip(before.first_bytes, after.first_bytes, strict=True)]
         self._points.append(
@@ -64,19 +65,20 @@ class History:
                 "requests": after.requests - before.requests,
                 "errors": after.errors - before.errors,
                 "rejected": after.rejected - before.rejected,
-                "completion_tokens": after.tokens - before.tokens + self._newly_streamed(pool),
+                "completion_tokens": after.tokens - before.tokens + self._newly_streamed(endpoints),
                 "prompt_tokens": after.prompt_tokens - before.prompt_tokens,
                 "cached_tokens": after.cached_tokens - before.cached_tokens,
                 "first_byte_ms": {"p50": quantile_ms(first_bytes, 0.5), "p95": quantile_ms(first_bytes, 0.95)},
-                "in_flight": sum(one.in_flight for one in pool.endpoints),
-                "waiting": pool.waiting,
-                "waiting_by_reason": self._queue().by_reason if pool.waiting else {},
+                "in_flight": sum(one.in_flight for one in endpoints),
+                "waiting": queue.waiting,
+                "waiting_by_reason": queue.by_reason,
             }
         )
 
-    def _newly_streamed(self, pool: PoolSnapshot) -> int:
+    def _newly_streamed(self, endpoints: Iterable[EndpointState]) -> int:
         """Tokens of streams since the last point: as they come, whether or not a usage follows them."""
-        before, self._streamed = self._streamed, {one.endpoint.uid: one.tokens_streamed for one in pool.endpoints}
+        before = self._streamed
+        self._streamed = {one.endpoint.uid: one.standing.progress.tokens_streamed for one in endpoints}
         return sum(tokens - before.get(uid, 0) for uid, tokens in self._streamed.items())
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from math import inf
 from typing import Final
 
@@ -33,7 +33,7 @@ from lbproxy.core.endpoints.state import (
     EndpointSnapshot,
     EndpointState,
     allow,
-    assign_roles,
+    assign_role,
     configured_models,
     equip,
     has_more,
@@ -45,7 +45,7 @@ from lbproxy.core.endpoints.state import (
     served_by,
     snapshot_of,
 )
-from lbproxy.core.engines.handover import Handover
+from lbproxy.core.engines.handover import Handover, Role
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.engines.orca import LoadReport
 from lbproxy.core.knowledge.pool_model import PoolModel
@@ -88,8 +88,6 @@ class EndpointSet:
         """Uids are larger than `first_uid`."""
         breaker = settings.breaker
         self._pools = Pools(pool)
-        self.has_tiers = False
-        """A member has a tier above 1, limits of its own, or its own name of a model."""
         self.serving = Serving(panic=breaker.panic)
         """The index of models."""
         self.judge = Judge(
@@ -109,6 +107,8 @@ class EndpointSet:
         self._states: dict[EndpointUid, EndpointState] = {}
         self.by_key: dict[str, EndpointState] = {}
         """The members by `Endpoint.key`."""
+        self._specs: dict[str, EndpointSpec] = {}
+        """What they were made from, likewise."""
         self.lists_version = 0
         """Changes whenever members do, or the models that one lists."""
         self._leaving: list[EndpointState] = []
@@ -133,6 +133,11 @@ class EndpointSet:
     def has_roles(self) -> bool:
         """Whether a member has a role."""
         return self.serving.has_roles
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether a member has a tier above 1, limits of its own, or its own name of a model."""
+        return self.serving.has_tiers
 
     @property
     def lowest_tier(self) -> int:
@@ -193,32 +198,36 @@ class EndpointSet:
 
         A removed one gets no more requests, and is forgotten when its last ticket closes.
         """
-        kept = self.by_key
-        known = {state.endpoint.url_key: state for state in self._states.values()}
+        before, self.by_key = self.by_key, {}
+        known, self._specs = self._specs, {}
+        kept = before.copy()
         states: dict[EndpointUid, EndpointState] = {}
         added, changed = [], []
         for spec in specs:
-            state = kept.pop(spec.key, None)
+            key = spec.key
+            state = kept.pop(key, None)
             if state is None:
-                state = self._join(spec, known.get(spec.url_key), now)
+                state = self._join(spec, before.get(spec.url_key) or before.get(f"{spec.url_key}#0"), now)
                 added.append(state.endpoint)
-            elif facts_of(state.endpoint) != facts_of(spec):
-                before, state.endpoint = state.endpoint, with_uid(spec, state.endpoint.uid)
+            elif spec is not known[key] and facts_of(state.endpoint) != facts_of(spec):
+                old, state.endpoint = state.endpoint, with_uid(spec, state.endpoint.uid)
                 allow(state, now)
-                if self._pool is not None and spec.tier != before.tier:
+                if self._pool is not None and spec.tier != old.tier:
                     state.load.pool.index.leave(state.load.kv.cache)
                     equip(state, self._pools.of(state.endpoint.tier))
-                if spec.models != before.models:
+                if spec.models != old.models:
                     state.models = configured_models(spec)
                     self.serving.changed(state)
-                if self._pool is not None and spec.kv_cache_tokens != before.kv_cache_tokens:
+                if self._pool is not None and spec.kv_cache_tokens != old.kv_cache_tokens:
                     state.load.kv.configure(spec.kv_cache_tokens)
-                if spec.api_key != before.api_key:
+                if spec.api_key != old.api_key:
                     self.judge.key_changed(state, now=now)
                 if spec.health is None:
                     self.judge.probing_stopped(state, now=now)
                 changed.append(state.endpoint)
-            states[state.endpoint.uid] = state
+                assign_role(state)
+            states[state.endpoint.uid] = self.by_key[key] = state
+            self._specs[key] = spec
         removed = list(kept.values())
         for state in removed:
             state.draining = True
@@ -228,10 +237,9 @@ class EndpointSet:
         self._leaving = [state for state in [*self._leaving, *removed] if state.in_flight]
         self._states = states
         self.lists_version += 1
-        self.by_key = {state.endpoint.key: state for state in states.values()}
         relate_ranks(states.values())
-        self._assign_roles()
-        self.has_tiers = any(map(has_more, states.values()))
+        self._note_roles()
+        self.serving.has_tiers = any(map(has_more, states.values()))
         self._assume_speeds()
         self.serving.replace_all(states.values())
         return EndpointChanges(added, [state.endpoint for state in removed], changed)
@@ -246,6 +254,7 @@ class EndpointSet:
             mine.cache_tokens, mine.cache_tokens_at_most = theirs.cache_tokens, theirs.cache_tokens_at_most
             mine.slots = theirs.slots
         allow(state, now)
+        assign_role(state)
         equip(state, self._pools.of(state.endpoint.tier))
         if self._restoring is not None and spec.tier == 1:
             self._restoring.joined(spec.key, state.load, now)
@@ -266,6 +275,10 @@ class EndpointSet:
     def members(self) -> Iterable[EndpointState]:
         """All members, in the order of the settings."""
         return self._states.values()
+
+    def every(self) -> Iterable[EndpointState]:
+        """The members, then endpoints that are leaving."""
+        return chain(self._states.values(), self._leaving)
 
     def get(self, uid: EndpointUid) -> EndpointState | None:
         """The state of a member; None if it left."""
@@ -445,10 +458,11 @@ class EndpointSet:
         for state in self.at_address(uid):
             if state.reported.handover != handover:
                 state.reported.handover = handover
-                self._assign_roles()
+                assign_role(state)
+                self._note_roles()
 
-    def _assign_roles(self) -> None:
-        self.serving.has_roles = assign_roles(self._states.values())
+    def _note_roles(self) -> None:
+        self.serving.has_roles = any(state.handover.role is not Role.BOTH for state in self._states.values())
         self.serving.outdate()
 
     def report_cache(self, uid: EndpointUid, report: CacheReport) -> EndpointState | None:
@@ -473,7 +487,8 @@ class EndpointSet:
         state.reported.cached_tokens = state.reported.measured_cache_tokens = state.reported.slots = None
         if state.reported.handover is not None:
             state.reported.handover = None
-            self._assign_roles()
+            assign_role(state)
+            self._note_roles()
         if state.endpoint.tier == 1:
             state.held_back.clear()
         if self._pool is not None:
@@ -520,10 +535,10 @@ class EndpointSet:
             state.draining, state.standing.emptied_at = draining, emptied_at
             self.serving.changed(state)
 
-    def snapshot(self, *, now: float) -> list[EndpointSnapshot]:
-        """The members in the order of the settings, then endpoints that are leaving."""
-        states = [*self._states.values(), *self._leaving]
+    def snapshot(self, *, now: float, of: Iterable[EndpointState] | None = None) -> list[EndpointSnapshot]:
+        """Of these endpoints. None: of `every`. 10 µs each."""
         share, is_readmitted = self.judge.slow_start.share, self.serving.is_readmitted
+        states = self.every() if of is None else of
         return [snapshot_of(state, share(state, now), is_readmitted(state), now) for state in states]
 
 

@@ -140,8 +140,8 @@ class Serving:
         self.down: set[EndpointUid] = set()
         """Endpoints that are `DOWN`, draining or not."""
         self.dormant = _Dormant()
-        self.has_roles = False
-        """Prefill and decode are apart. Set by the endpoint set, which then calls `outdate`."""
+        self.has_roles = self.has_tiers = False
+        """Prefill and decode are apart; see EndpointSet. Set by the endpoint set, which then calls `outdate`."""
         self._panic = panic
         self._epoch = _OUTDATED + 1
         """Lists of earlier epochs are outdated."""

@@ -15,7 +15,7 @@ from lbproxy.core.endpoints.breaker import Breaker, Cause
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec, handover_of
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.progress import Progress
-from lbproxy.core.engines.handover import Handover, Role
+from lbproxy.core.engines.handover import Handover
 from lbproxy.core.engines.load_metrics import LoadMetrics
 from lbproxy.core.engines.orca import LoadReport
 from lbproxy.core.knowledge.load_model import LoadModel
@@ -303,13 +303,9 @@ def relate_ranks(states: Iterable[EndpointState]) -> None:
             state.siblings = [one for one in together if one is not state]
 
 
-def assign_roles(states: Iterable[EndpointState]) -> bool:
-    """Set the part of each endpoint where prefill and decode are apart. Returns whether any has a role."""
-    found = False
-    for state in states:
-        state.handover = handover_of(state.endpoint, state.reported.handover)
-        found = found or state.handover.role is not Role.BOTH
-    return found
+def assign_role(state: EndpointState) -> None:
+    """Set the part of an endpoint where prefill and decode are apart."""
+    state.handover = handover_of(state.endpoint, state.reported.handover)
 
 
 def served_by(models: dict[str, ModelCard] | None) -> dict[str, tuple[str | None, int | None]] | None:
@@ -431,8 +427,13 @@ class EndpointSnapshot:
 
     @property
     def serving(self) -> bool:
-        """Requests may be sent there now, even if only one at a time."""
-        return not (self.draining or self.dormant) and (self.readmitted or self.health in {Health.UP, Health.HALF_OPEN})
+        """See `is_serving`."""
+        return is_serving(self, self.readmitted)
+
+
+def is_serving(one: EndpointState | EndpointSnapshot, readmitted: bool) -> bool:
+    """Whether requests may be sent there now, even if only one at a time. `readmitted`: see EndpointSnapshot."""
+    return not (one.draining or one.dormant) and (readmitted or one.health in {Health.UP, Health.HALF_OPEN})
 
 
 def snapshot_of(state: EndpointState, share: float, readmitted: bool, now: float) -> EndpointSnapshot:

@@ -24,6 +24,7 @@ class Pools:
         """`first`: of tier 1; None under policies that learn nothing."""
         self.first = first
         self._higher: dict[int, PoolModel] = {}
+        self._weights_differ = False
 
     def of(self, tier: int) -> PoolModel | None:
         """The pool model of a tier; None under policies that learn nothing."""
@@ -47,6 +48,10 @@ class Pools:
 
     def assume_speeds(self, members: Iterable[tuple[float, LoadModel]]) -> None:
         """See `core.knowledge.prior`: within each tier. `members`: the weight of each endpoint, and what is known."""
+        members = list(members)
+        before, self._weights_differ = self._weights_differ, len({weight for weight, _ in members}) > 1
+        if not (before or self._weights_differ):
+            return
         by_pool: dict[int, list[tuple[float, LoadModel]]] = {}
         for weight, load in members:
             by_pool.setdefault(id(load.pool), []).append((weight, load))

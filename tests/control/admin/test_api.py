@@ -37,7 +37,6 @@ from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec, EndpointUid
 from lbproxy.core.endpoints.health import Health, Transition
 from lbproxy.core.observed.learned import FULL_BY
 from lbproxy.core.observed.record import RequestRecord
-from lbproxy.core.observed.snapshot import PoolSnapshot
 from lbproxy.core.queue.ticket import TicketState, Wait
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
@@ -136,9 +135,8 @@ class Site:
             origin=self.steering.origin,
             loads=loads,
         )
-        history = History(
-            lambda: RequestTotals([0] * 12, 0), pool.runtime.snapshot, lambda: pool.balancer.queue(now=0.0)
-        )
+        every = pool.balancer.endpoints.every
+        history = History(lambda: RequestTotals([0] * 12, 0), every, lambda: pool.balancer.queue(now=0.0))
         self.api = Api(pool.runtime, state, history, self.steering)
         self.admin = Admin(pool.runtime, self.front, FakePages(), None, self.api)
 
@@ -601,17 +599,15 @@ def test_history_is_what_was_counted_since_the_last_step() -> None:
 
     async def main() -> None:
         async with site() as (made, _):
-            pool, waiting = made.rig.runtime.snapshot, replace(made.rig.balancer.queue(now=0.0), by_reason={"space": 2})
-            streamed, shown = [7], pool()
-
-            def snapshot() -> PoolSnapshot:
-                one = replace(shown.endpoints[0], tokens_streamed=streamed[-1])
-                return replace(shown, endpoints=[one, *shown.endpoints[1:]], waiting=2 * (streamed[-1] < 30))
-
-            history = History(lambda: counted[-1], snapshot, lambda: waiting)
+            none = made.rig.balancer.queue(now=0.0)
+            queues = [none, replace(none, waiting=2, by_reason={"space": 2})]
+            endpoints = made.rig.balancer.endpoints
+            progress = next(iter(endpoints.members())).standing.progress
+            history = History(lambda: counted[-1], endpoints.every, queues.pop)
+            progress.tokens_streamed = 7
             history.sample(5.0)
             assert history.points[-1]["completion_tokens"] == 7, "of streams, whose usage may never come"
-            streamed.append(30)
+            progress.tokens_streamed, queues[:] = 30, [none] * (STEPS + 2)
             before = {"prompt_tokens": 400, "cached_tokens": 100, "requests": 10, "errors": 2, "rejected": 1}
             counted.append(RequestTotals([*counted[0].first_bytes], 50, **before))
             counted[-1].first_bytes[2] = 4  # from 25 to 50 ms

@@ -62,6 +62,21 @@ def test_of_endpoints_that_stay_as_they_are_nothing_is_made_anew() -> None:
     run(change())
 
 
+def test_other_addresses_beside_the_same_names_need_no_other_discovery() -> None:
+    """An endpoint that registers had all names resolved anew, and all loops that follow them."""
+    settings = parse(TEXT + "  - dns+http://localhost:9\n", environ={})
+    discovery = Discovery(settings, random.Random(1))
+    before, (name,) = discovery.endpoints(), discovery.names
+    first, *rest = settings.endpoints
+    new = with_endpoints(settings, [*rest, "http://new"], source="test")
+    assert discovery.readdress(new)
+    assert [one.name for one in discovery.endpoints()] == ["two", "gpu-3:443", "new:80"]
+    assert (discovery.endpoints()[0] is before[1], discovery.names[0] is name) == (True, True)
+    for others in ([*rest, "dns+http://other"], [first]):
+        assert not discovery.readdress(with_endpoints(new, others, source="test"))
+    assert [one.name for one in discovery.endpoints()] == ["two", "gpu-3:443", "new:80"]
+
+
 def test_certificates_are_read_once_each_and_part_of_the_endpoint(tmp_path: Path) -> None:
     """So that a reload after a change of the file makes new connections."""
     (tmp_path / "ca.pem").write_text(CA.read_text())

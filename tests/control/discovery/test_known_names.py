@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -240,7 +240,8 @@ class Followed:
         self.sets: list[list[str]] = []
         self.it = discovery(self.answers, "dns+http://vllm:8000", more="dns: {interval: 10ms}")
 
-    def publish(self, specs: list[EndpointSpec]) -> None:
+    def publish(self, complete: Callable[[], list[EndpointSpec]]) -> None:
+        specs = complete()
         self.sets.append([spec.name for spec in specs])
         self.pool.endpoints = self.pool.runtime.set_endpoints(specs).added
 

@@ -10,6 +10,7 @@ import pytest
 
 from lbproxy.control.discovery import membership
 from lbproxy.control.discovery.membership import APART_S, JOINED_AT_ONCE, MAX_REST_S, REST_S, Membership, Watches
+from lbproxy.core.endpoints.endpoint import EndpointSpec
 from lbproxy.core.endpoints.endpoint_set import EndpointChanges
 from lbproxy.driver.runtime import Runtime
 from tests.support.aio import run, until
@@ -62,6 +63,41 @@ def test_what_comes_meanwhile_counts_instead() -> None:
         assert len(names(runtime)) == 2
         await asyncio.sleep(3 * APART_S)
         assert names(runtime) == [one.name for one in MANY[-2:]]
+
+    run(main())
+
+
+def test_of_a_large_set_changes_that_come_fast_are_made_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes time for each endpoint: of 1,000, ten in a second took a twentieth of a processor."""
+
+    async def main() -> None:
+        runtime, watches = Runtime(make_balancer()), Followed()
+        members, changes = Membership(runtime, watches), watches.changes
+        members.begin(MANY[:150])
+        asked = there = 0
+
+        def complete() -> list[EndpointSpec]:
+            nonlocal asked
+            asked += 1
+            return MANY[:there]
+
+        for there in range(151, 171):  # noqa: B007 - `complete` reads it
+            members.adopt_soon(complete)
+        assert (asked, len(changes)) == (1, 2), "the first at once; the others were not even looked at"
+        await until(lambda: len(changes) == 3)
+        assert (asked, len(names(runtime))) == (2, 170)
+        there = 160
+        members.adopt_soon(complete)
+        members.adopt(MANY[:155])
+        members.adopt_soon(complete)
+        members.found_ranks(changes[0].added[0], 2)
+        assert (asked, len(names(runtime))) == (2, 155), "a reload counts at once, and instead"
+        await until(lambda: len(changes) == 5)
+        assert (asked, len(names(runtime))) == (3, 161), "and nothing is lost"
+        members.adopt(MANY[:100])
+        for there in range(90, 60, -1):  # noqa: B007 - as above
+            members.adopt_soon(complete)
+        assert len(names(runtime)) == 62, "of a small set each at once"
 
     run(main())
 
