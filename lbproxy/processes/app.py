@@ -418,13 +418,17 @@ class Proxy:
         self.members.adopt(discovery.endpoints())
         self._start_sources()
 
-    async def _exchange(self, settings: Settings, overlay: Overlay) -> None:
-        """Take over settings that have other endpoints, and nothing else. Raises ConfigError."""
+    async def _exchange(self, settings: Settings, overlay: Overlay, *, by_operator: bool = False) -> None:
+        """Take over settings that have other endpoints, and nothing else: what operators do counts at once, the rest
+        may wait for others (`Membership.adopt_soon`). Raises ConfigError.
+        """
         await asyncio.to_thread(find_kv_events, settings.endpoints[-1:])
-        if self.discovery.readdress(settings):
-            self.members.adopt_soon(self.discovery.endpoints)
-        else:
+        if not self.discovery.readdress(settings):
             self._find_by(await self.discovery.under(settings))
+        elif by_operator:
+            self.members.adopt(self.discovery.endpoints())
+        else:
+            self.members.adopt_soon(self.discovery.endpoints)
         self.settings, self.overlay = settings, overlay
         self._orders.overlaid()
 
@@ -433,7 +437,7 @@ class Proxy:
     async def add_endpoint(self, entry: Mapping[str, object], *, keep: bool) -> str:
         async with self._changing:
             overlay, settings = self.overlay.add(self.settings, entry, keep=keep)
-            await self._exchange(settings, overlay)
+            await self._exchange(settings, overlay, by_operator=True)
             warn_of_unverified(settings.endpoints[-1:])
             return settings.endpoints[-1].name
 
@@ -443,7 +447,7 @@ class Proxy:
                 self.overlay.check_registered(self.settings, name, registered_by)
             from_file = name not in self.overlay.added
             overlay, settings = self.overlay.remove(self.settings, name)
-            await self._exchange(settings, overlay)
+            await self._exchange(settings, overlay, by_operator=registered_by is None)
             return from_file
 
     async def register_endpoint(self, entry: Mapping[str, object], *, ttl_s: float) -> tuple[str, bool]:

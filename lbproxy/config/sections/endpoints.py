@@ -405,6 +405,9 @@ class EndpointSettings(ShortSection):
         """Of a URL of a host; None: of a Unix socket, an SRV name or a file."""
         return None if self.is_unix or self.is_srv or self.is_file else int(self.authority.rpartition(":")[2])
 
+    def __hash__(self) -> int:
+        return hash(self.identity)
+
     @property
     def path(self) -> str:
         """Of a file."""
