@@ -76,6 +76,9 @@ class Placing:
         state.awaiting_first_byte += 1
         if (on_demand := state.standing.on_demand) is not None and ticket.request.model is not None:
             on_demand.placed(ticket.request.model, ticket.submitted_at)
+            if self._endpoints.serving.has_contexts or ticket.request.context_tokens is not None:
+                self._endpoints.serving.has_contexts = True
+                on_demand.contexts[ticket.request.model] = ticket.request.context_tokens
         state.placed += 1
         state.placed_seq = self._placements
         ticket.state, ticket.placed_on, ticket.placed_at = TicketState.PLACED, state, now

@@ -142,6 +142,8 @@ class Serving:
         self.dormant = _Dormant()
         self.has_roles = self.has_tiers = False
         """Prefill and decode are apart; see EndpointSet. Set by the endpoint set, which then calls `outdate`."""
+        self.has_contexts = False
+        """A request asked for a context with which a model is to be loaded. Set where it is placed."""
         self._panic = panic
         self._epoch = _OUTDATED + 1
         """Lists of earlier epochs are outdated."""

@@ -55,6 +55,8 @@ class OnDemand:
     def __init__(self) -> None:
         self.unloaded: frozenset[str] = frozenset()
         """Models that get no requests, as they are not loaded."""
+        self.listed: frozenset[str] = frozenset()
+        """All of its models."""
         self.loading: frozenset[str] = frozenset()
         """Models that the first request has loaded: those that come meanwhile wait there too."""
         self.in_flight: dict[str, int] = {}
@@ -67,12 +69,20 @@ class OnDemand:
         """It was seen that it has no more."""
         self.is_silent = False
         """Nothing says which are in memory, but responses."""
+        self.contexts: dict[str, int | None] = {}
+        """Models in memory, by the context that the last request there asked for: with that they are loaded. Of those
+        that are missing it is not known."""
         self.responded: dict[str, float] = {}
         """If nothing else does: when each model began a response last."""
 
     def learn_room(self, models: int, *, is_all: bool) -> None:
         """Note how many models it has in memory at a time."""
         self.host, self.is_all = self.host.model_copy(update={"awake": models}), is_all
+
+    @property
+    def has_place(self) -> bool:
+        """Whether one more model is loaded without another being unloaded, as far as models are counted."""
+        return len(self.listed - self.unloaded) < self.host.awake
 
     def placed(self, model: str, at: float) -> None:
         """One request more, which came at this time."""
@@ -224,6 +234,17 @@ class EndpointState:
         if card.context_tokens is None and card.parent is not None:
             card = cards.get(card.parent)
         return prompt_limit(card, request.max_tokens)
+
+    def is_loaded_for(self, request: InferenceRequest) -> bool:
+        """Whether its model is in memory with the context that a request asks for, or may be: with another one Ollama
+        loads it anew, also with the default after another (server/sched.go, needsReload).
+        """
+        on_demand, model, asked = self.standing.on_demand, request.model or "", request.context_tokens
+        if on_demand is None or on_demand.contexts.get(model, asked) == asked:
+            card = (self.models or {}).get(model)
+            known = None if on_demand is None or model in on_demand.contexts or card is None else card.context_tokens
+            return asked is None or known is None or known == asked
+        return False
 
     def has_api(self, engine: str) -> bool:
         """Whether it has the own API of an engine: as the settings say, or as it showed."""

@@ -22,6 +22,7 @@ from lbproxy.core.queue.limits import Limits
 from lbproxy.core.queue.stored_responses import StoredResponses
 from lbproxy.core.queue.ticket import Ticket, Wait
 from lbproxy.core.requests.context_length import MARGIN
+from lbproxy.core.requests.models import is_among
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest
 
@@ -144,7 +145,30 @@ class Candidates:
             members = [state for state in members if state.has_api(engine)]
         if self._endpoints.has_tiers and ticket.request.model is None:  # their own name would have no place in it
             members = [state for state in members if state.endpoint.model is None]
+        if ticket.request.context_tokens is not None or self._endpoints.serving.has_contexts:
+            members = self._loaded_for(ticket, members)
         return self._split.usable(ticket.request, members) if self._endpoints.has_roles else members
+
+    def _loaded_for(self, ticket: Ticket, members: Sequence[EndpointState]) -> Sequence[EndpointState]:
+        """Those that have the model as a request wants it. If there are none it is loaded anew: where there is room,
+        for which it waits, else in place of what it is now.
+        """
+        request = ticket.request
+        found = [state for state in members if state.is_loaded_for(request)]
+        return members if not found and not self._has_place(ticket) else found
+
+    def _has_place(self, ticket: Ticket) -> bool:
+        request = ticket.request
+        model = request.model or ""
+        return any(
+            (on_demand := state.standing.on_demand) is not None
+            and on_demand.has_place
+            and not (state.endpoint.loading.sizes or is_among(model, state.endpoint.loading.never))
+            and (request.engine is None or state.has_api(request.engine))
+            and state.endpoint.uid not in ticket.avoid
+            and state.endpoint.tier <= request.max_tier
+            for state in self._endpoints.serving.dormant.serving(model)
+        )
 
     def enough(
         self, ticket: Ticket, some: Sequence[EndpointState], members: Sequence[EndpointState]

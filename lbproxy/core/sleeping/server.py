@@ -319,6 +319,8 @@ class LoadableModel(SleepServer):
         one = frozenset([self._name])
         unloaded, loading = before
         self.on_demand.unloaded = unloaded - one if self.takes_requests else unloaded | one
+        if not self.takes_requests:
+            self.on_demand.contexts.pop(self._name, None)
         self.on_demand.loading = loading | one if self.phase is Phase.WAKING else loading - one
         return before != (self.on_demand.unloaded, self.on_demand.loading)
 

@@ -27,8 +27,14 @@ class Need:
     """What waiting requests that ask for the same need of servers that are not awake."""
 
     def __init__(
-        self, model: str | None, uid: EndpointUid | None, avoid: frozenset[EndpointUid], engine: str | None = None
+        self,
+        model: str | None,
+        uid: EndpointUid | None,
+        avoid: frozenset[EndpointUid],
+        engine: str | None = None,
+        context: int | None = None,
     ) -> None:
+        """`context`: with which it is to be loaded."""
         self.model = model
         self.engine = engine
         """Only endpoints with the API of this engine can take them; None = any."""
@@ -60,17 +66,17 @@ def read_needs(
     now: float,
 ) -> list[Need]:
     """What the waiting tickets need. O(n). Requests that wait for their own flow need nothing."""
-    needs: dict[tuple[str | None, EndpointUid | None, frozenset[EndpointUid], str | None], Need] = {}
+    needs: dict[tuple[str | None, EndpointUid | None, frozenset[EndpointUid], str | None, int | None], Need] = {}
     for ticket in tickets:
         if not ticket.counts_in_flow:
             continue
         request = ticket.request
         uid = None if request.response_id is None else owner(request, now)
-        key = (request.model, uid, ticket.avoid, request.engine)
+        key = (request.model, uid, ticket.avoid, request.engine, request.context_tokens)
         need = needs.get(key)
         if need is None:
             need = needs[key] = Need(*key)
-            need.is_served = _is_served(need, endpoints, now)
+            need.is_served = _is_served(need, request, endpoints, now)
         predicted_s = ticket.best_wait_s if ticket.best is not None or ticket.wait is Wait.WAKING else 0.0
         need.add(ticket.submitted_at, max(now - ticket.submitted_at, predicted_s))
         need.expires_at = min(need.expires_at, ticket.expires_at)
@@ -78,11 +84,11 @@ def read_needs(
     return list(needs.values())
 
 
-def _is_served(need: Need, endpoints: EndpointSet, now: float) -> bool:
+def _is_served(need: Need, request: InferenceRequest, endpoints: EndpointSet, now: float) -> bool:
     if need.uid is not None:
         state = endpoints.get(need.uid)
         return state is not None and not state.dormant
-    return is_served(need.model, need.avoid, endpoints, now, engine=need.engine)
+    return is_served(need.model, need.avoid, endpoints, now, request=request)
 
 
 def is_served(
@@ -91,17 +97,23 @@ def is_served(
     endpoints: EndpointSet,
     now: float,
     *,
-    engine: str | None = None,
+    request: InferenceRequest | None = None,
 ) -> bool:
     """Whether an endpoint that is awake takes requests for `model`. Those of a higher tier than one that sleeps are no
-    reason not to wake it. `avoid`: endpoints that do not count. `engine`: as in `Need`.
+    reason not to wake it. `avoid`: endpoints that do not count. `request`: one of them; its API and context count.
     """
     lowest = endpoints.serving.lowest_dormant(model)
     candidates = endpoints.candidates(model, now=now)
     return any(
-        state.endpoint.tier <= lowest and state.endpoint.uid not in avoid and (engine is None or state.has_api(engine))
+        state.endpoint.tier <= lowest
+        and state.endpoint.uid not in avoid
+        and (request is None or _suits(state, request))
         for state in candidates
     )
+
+
+def _suits(state: EndpointState, request: InferenceRequest) -> bool:
+    return (request.engine is None or state.has_api(request.engine)) and state.is_loaded_for(request)
 
 
 def loads_on_demand(state: EndpointState) -> bool:
@@ -192,7 +204,7 @@ class Servers:
                 continue
             standing.on_demand = on_demand = standing.on_demand or OnDemand()
             on_demand.is_silent = not shows_loads(state)
-            names = frozenset(state.models or ())
+            on_demand.listed = names = frozenset(state.models or ())
             if not names >= on_demand.unloaded | on_demand.loading:
                 on_demand.unloaded, on_demand.loading = on_demand.unloaded & names, on_demand.loading & names
                 self._shown(state)

@@ -51,8 +51,8 @@ class Boxes:
         """What it has in memory."""
         self.sleepers.loaded(self.uids[n], loaded, asked_at=now, now=now)
 
-    def ask(self, model: str, *, now: float, engine: str | None = None) -> Ticket:
-        return self.balancer.submit(InferenceRequest("r", model, engine=engine), now=now)
+    def ask(self, model: str, *, now: float, engine: str | None = None, context: int | None = None) -> Ticket:
+        return self.balancer.submit(InferenceRequest("r", model, engine=engine, context_tokens=context), now=now)
 
     def decide(self, *, now: float) -> None:
         assert self.sleepers.decide(now) == [], "nobody calls such an endpoint"
@@ -438,3 +438,48 @@ def test_models_fit_by_their_sizes() -> None:
         boxes.decide(now=0.1 * tenth)
     assert boxes.place(waits) == 0
     assert boxes.memory(0, now=8.0) == {"c": "waking"}, "two had to go"
+
+
+def test_another_context_is_another_load() -> None:
+    """Ollama loads a model anew for another `num_ctx`, and again for a request without. So it is loaded beside, where
+    there is room; each request goes where its model is as it wants it; and one that is in memory is not waited for.
+    """
+    boxes = Boxes(LoadSpec(most=1), LoadSpec(most=1))
+    cards = [ModelCard(name, b"{}", None, 4096, True, "ollama") for name in MODELS]
+    boxes.balancer.report_models(boxes.uids[0], cards)
+    boxes.say(0, ["a"], now=1.0)
+    assert boxes.home("a", now=2.0) == 0
+    longer = boxes.ask("a", now=3.0, context=8192)
+    assert longer.wait is Wait.WAKING
+    boxes.decide(now=3.1)
+    assert boxes.place(longer) == boxes.place(boxes.ask("a", now=4.0, context=8192)) == 1
+    boxes.say(1, ["a"], now=9.0)
+    assert [boxes.place(boxes.ask("a", now=10.0 + n)) for n in range(3)] == [0, 0, 0]
+    assert boxes.place(boxes.ask("a", now=14.0, context=8192)) == 1
+
+
+def test_where_there_is_no_room_a_model_is_loaded_anew_with_another_context() -> None:
+    """It is not waited for another model to go; and what is then there is known."""
+    boxes = Boxes(LoadSpec(most=1), LoadSpec(most=1, never=frozenset("a")), LoadSpec(most=1))
+    boxes.say(0, ["a"], now=1.0)
+    boxes.say(2, ["b"], now=1.0)
+    assert boxes.place(boxes.ask("a", now=2.0, context=8192)) == 0
+    assert boxes.place(boxes.ask("a", now=3.0)) == 0
+    boxes.say(2, [], now=4.0)
+    plain = boxes.ask("a", now=5.0)
+    assert boxes.place(plain) == 0
+    longer = boxes.ask("a", now=6.0, context=8192)
+    boxes.decide(now=6.1)
+    assert boxes.place(longer) == 2
+
+
+def test_a_context_that_the_engine_says_is_the_same() -> None:
+    """However it came there: another client's, or the default."""
+    boxes = Boxes(LoadSpec(most=1), LoadSpec(most=1))
+    boxes.say(0, ["a"], now=1.0)
+    boxes.say(1, ["a"], now=1.0)
+    for n, length in enumerate((4096, 8192)):
+        cards = [ModelCard(name, b"{}", None, length, True, "ollama") for name in MODELS]
+        boxes.balancer.report_models(boxes.uids[n], cards)
+    assert [boxes.place(boxes.ask("a", now=2.0 + n, context=8192)) for n in range(3)] == [1, 1, 1]
+    assert [boxes.place(boxes.ask("a", now=6.0 + n, context=4096)) for n in range(3)] == [0, 0, 0]
