@@ -55,6 +55,8 @@ class JoinedStream:
         """Where the present server goes on; None: it is the first."""
         self.finish_reason: str | None = None
         """Why the response ended, as the server said it."""
+        self._stop = ""
+        """The text that ended it, which the client does not get."""
         self.is_over = False
         """The event came that ends the stream."""
         self.obstacle: str | None = None
@@ -198,6 +200,8 @@ class JoinedStream:
             self.failure = "its server ended it"
         elif type(reason) is str and reason:
             self.finish_reason = reason
+            stop = choice.get("stop_reason") or choice.get("matched_stop")  # vLLM, SGLang
+            self._stop = stop if type(stop) is str and not text.endswith(stop) else ""
 
     def _note_texts(self, texts: list[str]) -> None:
         self._said += texts
@@ -228,7 +232,7 @@ class JoinedStream:
         it were whole: if a server repeats `exactly` what another said, it gets the text up to the last whole token, and
         repeats the rest.
         """
-        text, held = self.text, held if exactly else 0
+        text, held = "".join(self._said), held if exactly else 0
         most = len(text.rstrip() if held else text)
         ends = ((at, many) for at, many in self._ends(held) if at <= most)
         end, tokens = next(ends)
@@ -260,14 +264,14 @@ class JoinedStream:
             self.tokens = seam.tokens = tokens - (len(seam.counted) > seam.kept)
 
     @property
-    def text(self) -> str:
-        """All of it so far."""
-        return "".join(self._said)
+    def generated(self) -> str:
+        """All that the servers wrote, also what ended it."""
+        return "".join(self._said) + self._stop
 
     def count_all(self, tokens: int) -> None:
-        """`text` has so many tokens, and the model ended it with one more."""
-        if tokens <= _most_tokens(self.text):
-            self.tokens = max(self.tokens, tokens + 1)
+        """`generated` has so many tokens, and one more that ended it if no text did."""
+        if tokens <= _most_tokens(self.generated):
+            self.tokens = max(self.tokens, tokens + (not self._stop))
 
     def count_prompt(self, tokens: int) -> None:
         """The prompt has so many."""

@@ -160,15 +160,15 @@ class Continuation:
         if not (self._uncounted and joined.lacks_usage and wants_usage(self._read())):
             return None
         usable = chain.from_iterable(self._shared.runtime.serving.by_tier(placed.model, placed.max_tier))
-        died = ticket.placed_state.endpoint.uid
+        died = None if joined.is_stopped else ticket.placed_state.endpoint.uid
         other = next((one for one in usable if goes_on(one) and one.endpoint.uid != died), None)
         if other is None:
             return None
         if self._uncounted.pop() == "prompt":
             return self._count(other, None, joined.count_prompt, then)
-        if joined.finish_reason != "stop" or not joined.text:  # otherwise it has as many tokens as it may have
+        if joined.finish_reason != "stop" or not joined.generated:  # otherwise it has as many tokens as it may have
             return self.count_usage(then)
-        return self._count(other, joined.text, joined.count_all, then)
+        return self._count(other, joined.generated, joined.count_all, then)
 
     def _count(
         self, state: EndpointState, text: str | None, note: Callable[[int], None], then: Callable[[], None]
@@ -283,7 +283,7 @@ class JoinedRelay(Relay):
             connection.abort()
             self._connection = None
             if joined.failure is None:
-                self.complete(joined.ending(None))
+                self.end()
             else:
                 self.broke(UpstreamError(FailureKind.RESET, joined.failure))
 

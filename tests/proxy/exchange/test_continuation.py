@@ -19,7 +19,7 @@ from lbproxy.sim.mock.text import TOKEN_BYTES
 from tests.proxy.conftest import Steps
 from tests.support.aio import run, until
 from tests.support.compiled import interpreted
-from tests.support.endpoint import STREAM_HEAD, Received, ScriptedEndpoint, Wire, event
+from tests.support.endpoint import STREAM_HEAD, Received, ScriptedEndpoint, Wire, answer, event
 from tests.support.rig import Reply, Rig, post, rig
 from tests.support.state_tables import STEPS
 
@@ -188,7 +188,7 @@ def test_every_step_of_a_count_is_taken(steps: Steps) -> None:
 
 @asynccontextmanager
 async def dies_before_its_usage(
-    path: str, other: str, more: str = "", engine: str = "vllm"
+    path: str, other: str, more: str = "", engine: str = "vllm", stop: str | None = None
 ) -> AsyncIterator[tuple[Rig, str]]:
     """A rig before a server that ends its response by itself, with several tokens in an event, and dies before it tells
     the usage; and another with a fault. With the text of the response.
@@ -199,7 +199,7 @@ async def dies_before_its_usage(
         await wire.send(STREAM_HEAD)
         for piece, reason in ((text[:40], None), (text[40:], None), ("", "stop")):
             said = {"delta": {"content": piece}} if path == CHAT else {"text": piece}
-            choice = {"index": 0, **said, "finish_reason": reason}
+            choice = {"index": 0, **said, "finish_reason": reason, "stop_reason": stop if reason else None}
             await wire.send(event(json.dumps({"id": "1", "created": 1, "model": "m", "choices": [choice]})))
         await asyncio.sleep(0.1)
         wire.reset()
@@ -211,15 +211,18 @@ async def dies_before_its_usage(
             yield it, text
 
 
+@pytest.mark.parametrize(("stop", "beside"), [(None, 1), ("the end of the text ", 5)])
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_where_the_usage_alone_is_missing_another_server_counts(path: str) -> None:
+def test_where_the_usage_alone_is_missing_another_server_counts(path: str, stop: str | None, beside: int) -> None:
+    """A token ends it that has no text, or a text that the client does not get."""
+
     async def main() -> None:
         async with fleet("") as (it, _):
             prompt = read(await it.ask(post(asked(path, 1), path)), path)[1][-1]["usage"]["prompt_tokens"]
-        async with dies_before_its_usage(path, "") as (it, text):
+        async with dies_before_its_usage(path, "", stop=stop) as (it, text):
             said, events = read(await it.ask(body_of(path)), path)
             assert said == text
-            own = len(text) // TOKEN_BYTES + 1
+            own = len(text) // TOKEN_BYTES + beside
             used = {"prompt_tokens": prompt, "completion_tokens": own, "total_tokens": prompt + own}
             assert events[-1]["usage"] == used
             assert [one["choices"][0]["finish_reason"] for one in events if one["choices"]] == [None, None, "stop"]
@@ -239,6 +242,36 @@ def test_where_nobody_counts_the_usage_is_estimated(fault: str, engine: str) -> 
             assert (said, events[-1]["usage"]["completion_tokens"]) == (text, 3)
             await until(lambda: it.records.requests, "it is recorded")
             assert it.records.requests[0].outcome is Outcome.COMPLETED
+
+    run(main())
+
+
+def test_a_stop_text_across_the_place_where_servers_change_ends_the_response() -> None:
+    """The client has the first half of it already. What its server goes on with is not for anybody; it counts."""
+    said = {"first": "one, two, EN", "second": "D and more"}
+
+    async def main() -> None:
+        def server(name: str) -> ScriptedEndpoint:
+            async def script(wire: Wire, asked: Received) -> None:
+                if asked.path == "/tokenize":
+                    await wire.send(answer(b'{"tokens":[1,2,3,4,5,6,7]}'))
+                    return
+                choice = {"index": 0, "delta": {"content": said[name]}, "finish_reason": None}
+                one = {"id": name, "created": 1, "model": "m", "choices": [choice]}
+                await wire.send(STREAM_HEAD + event(json.dumps(one)))
+                await asyncio.sleep(0.1 if name == "first" else 30)
+                wire.reset()
+
+            return ScriptedEndpoint(script)
+
+        async with server("first") as first, server("second") as second:
+            urls = (first.url, "engine: vllm"), (second.url, "engine: vllm")
+            async with rig(*urls, more="routing: {policy: round-robin}") as it:
+                text, events = read(await it.ask(body_of(stop=["END"], temperature=1)), CHAT)
+                assert text == said["first"]
+                assert [one["choices"][0]["finish_reason"] for one in events if one["choices"]] == [None, "stop"]
+                assert {one["id"] for one in events} == {"first"}
+                assert events[-1]["usage"]["prompt_tokens"] == 7
 
     run(main())
 
