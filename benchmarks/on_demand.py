@@ -2,6 +2,9 @@
 """Boxes that load models on demand (Ollama): what routing by what is loaded is worth. Writes benchmarks/ON_DEMAND.md.
 
     python -m benchmarks.on_demand [--seconds 900] [--seeds 3] [--cells N] [--processes 2]
+    python -m benchmarks.on_demand --example
+
+The second prints what is at the top of the page, in half a minute: four boxes, eight models, one seed, 300 s.
 
 Simulated boxes (`sim.engine.on_demand`), in virtual time, under rules that differ in what they know: `least` asks the
 box with the fewest requests, as Olla and other balancers do that only know which boxes list a model; `divided` asks the
@@ -86,6 +89,7 @@ CELLS = (
     Cell(4, 16, 2, 1.5, 200.0),
     Cell(8, 16, 2, 4.0, 300.0),
 )
+EXAMPLE = Cell(4, 8, 2, 1.0)
 
 
 class Figures(NamedTuple):
@@ -213,6 +217,15 @@ def divided(cell: Cell, weights: Mapping[str, float]) -> list[frozenset[str]]:
     return boxes
 
 
+def example() -> list[str]:
+    """What it is worth, in short."""
+    lines = [f"{EXAMPLE.title}, for 300 s:", f"{'rule':8} {'mean, s':>8} {'p99, s':>8} {'loads':>6}"]
+    for rule in RULES:
+        one = run(EXAMPLE, rule, 300.0, 1)
+        lines.append(f"{rule:8} {one.mean_s:8.1f} {one.p99_s:8.1f} {one.loads:6}")
+    return lines
+
+
 def _p99(values: Sequence[float]) -> float:
     return sorted(values)[int(0.99 * (len(values) - 1))]
 
@@ -248,6 +261,12 @@ models by Zipf's law, loads of 5 to 30 s, four requests at a time for each model
 request waits for 600 s. Medians of {seeds} seeds, {seconds:g} virtual seconds each. Prompts, memory and what models
 cost one another are not simulated.
 
+`python -m benchmarks.on_demand --example`, one seed:
+
+```text
+{example}
+```
+
 `best` can be had, it is no bound: of 11 assignments of models to boxes that were tried with the very requests that
 come, the one with the least mean. It is told how many models fit; lbproxy has to see that.
 """
@@ -259,8 +278,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--cells", type=int, default=len(CELLS))
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--example", action="store_true")
     args = parser.parse_args(arguments)
-    lines = [TEXT.format(seeds=args.seeds, seconds=args.seconds)]
+    shown = "\n".join(example())
+    print(shown)
+    if args.example:
+        return 0
+    lines = [TEXT.format(seeds=args.seeds, seconds=args.seconds, example=shown)]
     with ProcessPoolExecutor(args.processes) as pool:
         cells = {
             cell: [pool.submit(figures_of, cell, args.seconds, seed) for seed in range(1, args.seeds + 1)]

@@ -5,9 +5,15 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.on_demand import CELLS, Cell, best, run
+from benchmarks.on_demand import CELLS, PAGE, Cell, best, main, run
 
 SECONDS = 300.0
+
+
+def test_the_page_has_what_the_example_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    """Four boxes, eight models: with what is loaded known, a load for each model, or few more."""
+    assert main(["--example"]) == 0
+    assert f"```text\n{capsys.readouterr().out}```\n" in PAGE.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("cell", CELLS[:2], ids=lambda cell: cell.title)
