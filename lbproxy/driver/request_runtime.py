@@ -121,14 +121,23 @@ class RequestRuntime(ABC):
         return bool(self.serving.candidates(None) or self.serving.dormant)
 
     def takes_longer(self, ticket: Ticket) -> bool:
-        """Whether another endpoint is known to take longer prompts than the one at which a request is placed."""
+        """Whether another endpoint, awake or not, is known to take longer prompts than the one at which a request is
+        placed.
+        """
         request, state = ticket.request, ticket.placed_state
         limit = state.prompt_limit(request)
         if limit is None or (request.response_id is not None and self.stored(request.response_id) is not None):
             return False
         tried = {state.endpoint.uid, *ticket.avoid}
-        others = chain.from_iterable(self.serving.by_tier(request.model, request.max_tier))
+        asleep = [one for one in self.serving.dormant.serving(request.model) if one.endpoint.tier <= request.max_tier]
+        others = chain(asleep, *self.serving.by_tier(request.model, request.max_tier))
         return any((one.prompt_limit(request) or 0) > limit for one in others if one.endpoint.uid not in tried)
+
+    def as_short(self, ticket: Ticket) -> frozenset[EndpointUid]:
+        """The endpoints that are known to take no longer prompts than the one at which a request is placed."""
+        request, most = ticket.request, ticket.placed_state.prompt_limit(ticket.request) or 0
+        limits = [(one.endpoint.uid, one.prompt_limit(request)) for one in self.members()]
+        return frozenset(uid for uid, limit in limits if limit is not None and limit <= most)
 
     @abstractmethod
     def members(self) -> Iterable[EndpointState]:

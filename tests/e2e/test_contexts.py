@@ -35,7 +35,9 @@ def test_prompts_of_all_lengths_are_served(tmp_path: Path, workers: str) -> None
             process, listen, admin = it
             for name in LENGTHS:
                 process.wait_for(f"{name} serves m")
-            models = {one["id"]: one["max_model_len"] for one in httpx.get(f"{listen}/v1/models").json()["data"]}
+            models = {
+                one["id"]: one["max_model_len"] for one in httpx.get(f"{listen}/v1/models", timeout=60).json()["data"]
+            }
             assert models == {"m": LENGTHS["long"], "alias": LENGTHS["long"]}
             found: dict[str, Counter[str]] = {}
             with openai.OpenAI(base_url=f"{listen}/v1", api_key="none", max_retries=0, timeout=60) as client:

@@ -112,6 +112,28 @@ def test_the_first_request_wakes_a_sleeping_model_and_fifty_wake_it_once(tmp_pat
     run(main())
 
 
+@pytest.mark.parametrize("workers", ["", "workers: 2\n"])
+def test_a_prompt_that_is_too_long_for_those_that_are_awake_wakes_one_that_takes_it(
+    tmp_path: Path, workers: str
+) -> None:
+    """Whether there is one short server or several; one that sleeps and is as short is left alone."""
+
+    async def main() -> None:
+        short = [options("m", asleep=asleep, max_model_len=64) for asleep in (False, True, False)]
+        async with fleet(tmp_path, *short, options("m", max_model_len=2048), more=workers) as it:
+            await it.become("awake", "asleep", "awake", "asleep")
+            assert len(await it.ask("m")) > 0
+            assert await it.phases() == ["awake", "asleep", "awake", "asleep"]
+            got = await it.client.completions.with_raw_response.create(model="m", prompt=[7] * 500, max_tokens=2)
+            assert got.headers["x-lbproxy-attempts"] == "2"
+            assert [one.sleep.wakes for one in it.servers] == [0, 0, 0, 1]
+            with pytest.raises(openai.BadRequestError) as refused:
+                await it.client.completions.create(model="m", prompt=[7] * 5000, max_tokens=2)
+            assert "maximum context length" in refused.value.message
+
+    run(main())
+
+
 def test_a_wake_is_explained_while_a_request_waits_for_it_and_afterwards(tmp_path: Path) -> None:
     async def main() -> None:
         async with fleet(tmp_path, options("m", wake_time=1.0)) as it, httpx.AsyncClient() as http:

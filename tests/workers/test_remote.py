@@ -7,6 +7,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -23,6 +24,7 @@ from lbproxy.workers.contents import member
 from lbproxy.workers.remote import RemoteRuntime
 from tests.support.aio import run, until
 from tests.support.links import End, pair
+from tests.support.pool import card
 
 SETTINGS = parse("endpoints: [{url: 'http://a:1'}]", environ={})
 URLS = ("http://a:1", "http://b:1")
@@ -276,6 +278,26 @@ def test_without_a_balancer_process_the_fewest_in_flight_decide() -> None:
         assert unknown.outcome is Outcome.MODEL_NOT_FOUND
         avoiding = worker.submit(avoid=frozenset({EndpointUid(1)}))
         assert endpoint_of(avoiding) == "e2"
+
+    run(body())
+
+
+def test_a_prompt_that_was_too_long_goes_to_no_other_short_server_while_alone() -> None:
+    async def body() -> None:
+        worker = Worker()
+        async with worker.welcomed():
+            pass
+        short, long = EndpointUid(1), EndpointUid(2)
+        for uid, length in ((short, 8192), (long, 32_768)):
+            worker.runtime.known.list_models([uid], [replace(card("m"), context_tokens=length)])
+        (at,) = [one for one in (worker.submit(), worker.submit()) if endpoint_of(one) == "e1"]
+        assert worker.runtime.takes_longer(at)
+        assert worker.runtime.as_short(at) == {short}
+        for _ in range(4):
+            ticket = worker.submit(avoid=worker.runtime.as_short(at))
+            assert endpoint_of(ticket) == "e2"
+        assert worker.runtime.as_short(ticket) == {short, long}
+        assert not worker.runtime.takes_longer(ticket)
 
     run(body())
 

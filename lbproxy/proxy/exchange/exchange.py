@@ -535,6 +535,8 @@ class Exchange(HeadReceiver, ABC):
             kind, self.placed = lacking(runtime, self.request.route, self.placed, ticket, status, body)
             if kind is None:
                 return False
+            if kind is FailureKind.TOO_LONG:
+                self._failed = self._failed.without(runtime.as_short(ticket))
         if kind is FailureKind.ERROR and self._place_whole_instead(kind):
             return True
         after_s = None if head is None else retry_after_s(head.end_to_end)

@@ -29,7 +29,7 @@ class AttemptFailures(NamedTuple):
     """The failed attempts of one request, in order."""
 
     endpoints: frozenset[EndpointUid] = frozenset()
-    """Where they were made."""
+    """Where they were made, or would be in vain."""
     kinds: tuple[FailureKind, ...] = ()
     """Why they failed."""
     suspect: EndpointUid | None = None
@@ -56,6 +56,10 @@ class AttemptFailures(NamedTuple):
         suspect = uid if kind is FailureKind.ERROR else self.suspect
         kinds, last = (*self.kinds, kind), ended or self.last
         return self._replace(endpoints=self.endpoints | {uid}, kinds=kinds, suspect=suspect, last=last, doubtful=None)
+
+    def without(self, uids: frozenset[EndpointUid]) -> AttemptFailures:
+        """Return this with endpoints that would fail it as well."""
+        return self._replace(endpoints=self.endpoints | uids)
 
     def doubt(self, uid: EndpointUid, kind: FailureKind) -> AttemptFailures:
         """Return this with an attempt that failed at an endpoint which may be well."""
