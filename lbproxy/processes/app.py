@@ -321,7 +321,7 @@ class Proxy:
 
     def status(self) -> str:
         """One line for the service manager."""
-        return f"{len(self.discovery.endpoints())} endpoints by {self.settings.routing.policy}"
+        return f"{len(self.members)} endpoints by {self.settings.routing.policy}"
 
     async def reload(self) -> ReloadResult | None:
         if self._orders.read_settings is None:
@@ -353,7 +353,7 @@ class Proxy:
             result = result._replace(changed=changes(before, settings), at_next_start=fixed)
             await self._orders.reloaded()
             loads.succeeded_at = time.time()
-            _log_reload(settings, len(self.discovery.endpoints()), result)
+            _log_reload(settings, len(self.members), result)
         loads.succeeded = not result.problems
         return result
 

@@ -62,6 +62,10 @@ class Membership:
         self._rests: dict[str, tuple[float, float]] = {}
         """Until when such a server gets no further change, and how long that rest is in total."""
 
+    def __len__(self) -> int:
+        """How many servers there are, of those that join in later turns too."""
+        return len(self._servers)
+
     def begin(self, servers: Sequence[EndpointSpec]) -> None:
         """Make the set equal to `servers`, however many, as nothing else goes on yet."""
         self._servers = servers
