@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from math import inf
-from typing import get_args
+from typing import Any, get_args
 
 import httpx
 import pytest
@@ -33,8 +33,10 @@ from lbproxy.control.families.common import Loads, RequestTotals
 from lbproxy.control.families.requests import FIRST_BYTE_BUCKETS
 from lbproxy.control.telemetry.history import STEPS, History, quantile_ms
 from lbproxy.control.telemetry.recent import FULL, MAX_TRANSITIONS, REFUSED, WAITS, Recent
+from lbproxy.core.endpoints import endpoint_set
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointSpec, EndpointUid
 from lbproxy.core.endpoints.health import Health, Transition
+from lbproxy.core.endpoints.state import EndpointSnapshot, EndpointState, snapshot_of
 from lbproxy.core.observed.learned import FULL_BY
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.queue.ticket import TicketState, Wait
@@ -175,6 +177,26 @@ def test_a_page_from_elsewhere_cannot_have_a_browser_change_anything() -> None:
             assert (await client.get("/admin/state", headers={"host": "evil.example"})).status_code == 403
             assert not any(one.draining for one in made.rig.snapshots())
             assert (await client.post("/admin/endpoints/e1/drain", headers=BEARER)).json()["draining"] is True
+
+    run(main())
+
+
+def test_who_asks_about_one_endpoint_has_no_other_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 1,000, each registration had all of them described, twice."""
+    seen: list[str] = []
+
+    def look(state: EndpointState, *more: Any) -> EndpointSnapshot:
+        seen.append(state.endpoint.name)
+        return snapshot_of(state, *more)
+
+    async def main() -> None:
+        async with site() as (_, client):
+            monkeypatch.setattr(endpoint_set, "snapshot_of", look)
+            entry = {"url": "http://10.0.0.9:8000", "name": "e3", "ttl": "30s"}
+            assert (await client.post("/admin/endpoints", json=entry)).status_code == 201
+            for path in ("e1/drain", "e1/undrain"):
+                assert (await client.post(f"/admin/endpoints/{path}", headers=JSON)).status_code == 200
+            assert set(seen) == {"e1"}
 
     run(main())
 
