@@ -53,10 +53,8 @@ class JoinedStream:
         """The event came that has nothing else."""
         self._seam: Seam | None = None
         """Where the present server goes on; None: it is the first."""
-        self.finish_reason: str | None = None
-        """Why the response ended, as the server said it."""
-        self._stop = ""
-        """The text that ended it, which the client does not get."""
+        self._finish: tuple[str, str] | None = None
+        """Why the response ended, as the server said it, and the text that ended it, which the client does not get."""
         self.is_over = False
         """The event came that ends the stream."""
         self.obstacle: str | None = None
@@ -199,9 +197,8 @@ class JoinedStream:
         if reason == "abort":
             self.failure = "its server ended it"
         elif type(reason) is str and reason:
-            self.finish_reason = reason
             stop = choice.get("stop_reason") or choice.get("matched_stop")  # vLLM, SGLang
-            self._stop = stop if type(stop) is str and not text.endswith(stop) else ""
+            self._finish = reason, stop if type(stop) is str and not text.endswith(stop) else ""
 
     def _note_texts(self, texts: list[str]) -> None:
         self._said += texts
@@ -264,14 +261,19 @@ class JoinedStream:
             self.tokens = seam.tokens = tokens - (len(seam.counted) > seam.kept)
 
     @property
+    def finish_reason(self) -> str | None:
+        """Why the response ended, as the server said it."""
+        return None if self._finish is None else self._finish[0]
+
+    @property
     def generated(self) -> str:
         """All that the servers wrote, also what ended it."""
-        return "".join(self._said) + self._stop
+        return "".join(self._said) + ("" if self._finish is None else self._finish[1])
 
     def count_all(self, tokens: int) -> None:
         """`generated` has so many tokens, and one more that ended it if no text did."""
         if tokens <= _most_tokens(self.generated):
-            self.tokens = max(self.tokens, tokens + (not self._stop))
+            self.tokens = max(self.tokens, tokens + (self._finish is None or not self._finish[1]))
 
     def count_prompt(self, tokens: int) -> None:
         """The prompt has so many."""
@@ -358,8 +360,8 @@ class JoinedStream:
         ends: list[bytes] = []
         kind = {"object": "chat.completion.chunk" if self._chat else "text_completion"}
         if self.finish_reason is None:
-            self.finish_reason = "length"
-            choice: dict[str, Any] = {"index": 0, "finish_reason": self.finish_reason}
+            self._finish = "length", ""
+            choice: dict[str, Any] = {"index": 0, "finish_reason": "length"}
             if self._chat:
                 choice["delta"] = {}
             else:
