@@ -78,7 +78,8 @@ class Placing:
             on_demand.placed(ticket.request.model, ticket.submitted_at)
             if self._endpoints.serving.has_contexts or ticket.request.context_tokens is not None:
                 self._endpoints.serving.has_contexts = True
-                on_demand.contexts[ticket.request.model] = ticket.request.context_tokens
+                if ticket.request.model in on_demand.listed:
+                    on_demand.contexts[ticket.request.model] = ticket.request.context_tokens
         state.placed += 1
         state.placed_seq = self._placements
         ticket.state, ticket.placed_on, ticket.placed_at = TicketState.PLACED, state, now
@@ -116,7 +117,8 @@ class Placing:
             suspect = None if ticket.suspect is None else self._endpoints.get(ticket.suspect)
             self._judge.responded(state, suspect, trial=ticket.is_trial, now=now)
         if (on_demand := state.standing.on_demand) is not None and on_demand.is_silent:
-            on_demand.responded[ticket.request.model or ""] = now
+            if (model := ticket.request.model) is not None and model in on_demand.listed:
+                on_demand.responded[model] = now
         if ticket.load is not None and ticket.placement is not None:
             ticket.load.first_byte(ticket.placement, now)
             self._dispatcher.wake(state)

@@ -49,7 +49,7 @@ ASKED: Final = 5
 
 class OnDemand:
     """The models of an endpoint that loads them on demand: which may be asked for now, and what of ours runs there.
-    Owned by `core.sleeping`, but for the counts.
+    Owned by `core.sleeping`, but for the counts, which are of listed models alone: any name may be asked for.
     """
 
     def __init__(self) -> None:
@@ -86,12 +86,15 @@ class OnDemand:
 
     def placed(self, model: str, at: float) -> None:
         """One request more, which came at this time."""
+        if model not in self.listed:
+            return
         self.in_flight[model] = self.in_flight.get(model, 0) + 1
         self.asked.setdefault(model, deque(maxlen=ASKED)).append(at)
 
     def closed(self, model: str) -> None:
         """One less. It may have begun before anything was counted."""
-        self.in_flight[model] = max(0, self.in_flight.get(model, 0) - 1)
+        if model in self.in_flight:
+            self.in_flight[model] = max(0, self.in_flight[model] - 1)
 
 
 class Standing:

@@ -483,3 +483,18 @@ def test_a_context_that_the_engine_says_is_the_same() -> None:
         boxes.balancer.report_models(boxes.uids[n], cards)
     assert [boxes.place(boxes.ask("a", now=2.0 + n, context=8192)) for n in range(3)] == [1, 1, 1]
     assert [boxes.place(boxes.ask("a", now=6.0 + n, context=4096)) for n in range(3)] == [0, 0, 0]
+
+
+def test_of_names_that_it_does_not_list_nothing_is_kept() -> None:
+    """Where no list is known any name goes there: a client has many."""
+    boxes = silent(1)
+    boxes.balancer.report_models(boxes.uids[0], None)
+    boxes.decide(now=1.0)
+    for number in range(100):
+        ticket = boxes.ask(f"name-{number}", now=2.0, context=4096)
+        boxes.balancer.first_byte(ticket, now=2.5)
+        boxes.close(ticket, now=3.0)
+        assert ticket.placed_on is not None
+    on_demand = ticket.placed_state.standing.on_demand
+    assert on_demand is not None
+    assert not (on_demand.in_flight or on_demand.asked or on_demand.contexts or on_demand.responded)
