@@ -116,9 +116,9 @@ class Placing:
         if ticket.trial is not None or ticket.suspect is not None:
             suspect = None if ticket.suspect is None else self._endpoints.get(ticket.suspect)
             self._judge.responded(state, suspect, trial=ticket.is_trial, now=now)
-        if (on_demand := state.standing.on_demand) is not None and on_demand.is_silent:
-            if (model := ticket.request.model) is not None and model in on_demand.listed:
-                on_demand.responded[model] = now
+        on_demand, model = state.standing.on_demand, ticket.request.model
+        if on_demand is not None and on_demand.is_silent and model is not None and model in on_demand.listed:
+            on_demand.responded[model] = now
         if ticket.load is not None and ticket.placement is not None:
             ticket.load.first_byte(ticket.placement, now)
             self._dispatcher.wake(state)
