@@ -497,4 +497,4 @@ def test_of_names_that_it_does_not_list_nothing_is_kept() -> None:
         assert ticket.placed_on is not None
     on_demand = ticket.placed_state.standing.on_demand
     assert on_demand is not None
-    assert not (on_demand.in_flight or on_demand.asked or on_demand.contexts or on_demand.responded)
+    assert not any([on_demand.in_flight, on_demand.asked, on_demand.contexts, on_demand.responded])
