@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import orjson
 import xxhash
@@ -57,6 +57,8 @@ LITTLE_COST = 5_500_000
 agent has 5,000,000."""
 UNCOUNTED_BYTES = PARSE_AT_ONCE_BYTES
 """The same of a piece of a body. So it is cut where the next message begins after a quarter of that."""
+SEARCHED_BYTES: Final = 1 << 20
+"""How far a message is looked for: 8 ms if all of it is brackets."""
 SEGMENT_COST = 500_000
 """What is parsed at once costs so much, where the text can be cut."""
 COSTS = ((b":", 140), (b"[", 105), (b"{", 75), (b",", 20))
@@ -333,24 +335,26 @@ def cost(text: bytes) -> int:
     return len(text) + sum(each * structure.count(what) for what, each in COSTS)
 
 
-def light_segments(body: bytes) -> list[bytes | memoryview]:
-    """A body cut between messages, each piece of which may be parsed at once, with no look at what is in it if it is
-    short. Whether the cuts are between elements of a list in the outermost object shows when the pieces are parsed.
-    Empty: it takes an outline.
+class Piece(NamedTuple):
+    """Of a body."""
+
+    text: memoryview
+    next: int
+    """Where the following one begins; 0: it is the last."""
+
+
+def next_piece(body: bytes, begin: int) -> Piece | None:
+    """The piece of a body from `begin` up to a following message, which may be parsed at once: without a look at what
+    is in it if it is short. Whether it ends between elements of a list in the outermost object shows when all pieces
+    are parsed. None: the body takes an outline.
     """
-    if len(body) > UNCUT_STRING_BYTES:
-        return []
-    segments: list[bytes | memoryview] = []
-    whole, begin = memoryview(body), 0
-    while len(body) - begin > UNCOUNTED_BYTES:
-        cut = _NEXT_MESSAGE.search(body, begin + UNCOUNTED_BYTES // 4)
-        if cut is None:
-            break
-        segments.append(whole[begin : cut.start(1)])
-        begin = cut.end(1)
-    segments.append(whole[begin:])
-    is_light = all(len(one) <= UNCOUNTED_BYTES or cost(bytes(one)) <= LITTLE_COST for one in segments)
-    return segments if is_light else []
+    cut = None
+    if len(body) - begin > UNCOUNTED_BYTES:
+        cut = _NEXT_MESSAGE.search(body, begin + UNCOUNTED_BYTES // 4, begin + SEARCHED_BYTES)
+    end, following = (len(body), 0) if cut is None else cut.span(1)
+    text = memoryview(body)[begin:end]
+    is_light = len(text) <= UNCOUNTED_BYTES or cost(bytes(text)) <= LITTLE_COST
+    return Piece(text, following) if is_light else None
 
 
 def is_light(text: bytes) -> bool:
@@ -381,8 +385,8 @@ class LargeJson:
     next segment continues that list. Each segment is completed to valid JSON: a value of `_TOKEN` is put at the open
     end of the list, and a continued list is given that name and starts with such a value. Since a comma needs a value
     on either side, the segments are valid JSON exactly if the body is, and exactly if they end at such commas. Clients
-    cannot guess the token. So the places to cut need not be sure (`light_segments`); if orjson refuses a segment, or
-    that might cost much, the body is outlined first (`Outline`).
+    cannot guess the token. So the places to cut need not be sure (`next_piece`); if orjson refuses a segment, or that
+    might cost much, the body is outlined first (`Outline`).
 
     One large body. Call `step` until it returns False; then `value` and `outline` are complete.
     """
@@ -390,11 +394,13 @@ class LargeJson:
     def __init__(self, body: bytes) -> None:
         self.value: object = None
         """The parsed body, with markers in long strings."""
-        self.outline: Outline | None = None
+        self.outline = Outline(body) if len(body) > UNCUT_STRING_BYTES else None
         """None: it was parsed without one."""
         self._body = body
-        self._segments = light_segments(body)
-        self._done = 0
+        self._segments: list[bytes] = []
+        """Of the outline, once that is complete."""
+        self._at = 0
+        """The next segment: where it begins in the body, or its number in the outline."""
         self._open: list[Any] = []
         """The list that is open at the end of the last segment."""
 
@@ -402,29 +408,37 @@ class LargeJson:
         """Outline some more of the body, or parse one segment. Returns whether there is more to do. Raises LbError
         INVALID_JSON.
         """
-        outline = self.outline
+        outline, at = self.outline, self._at
+        if outline is None:
+            piece = next_piece(self._body, at)
+            if piece is not None:
+                self._at = piece.next
+                try:
+                    self._parse(piece.text, is_first=at == 0, is_last=not piece.next)
+                except orjson.JSONDecodeError:
+                    piece = None
+            if piece is None:
+                self._at, self.outline = 0, Outline(self._body)
+            return piece is None or piece.next > 0
         if not self._segments:
-            outline = self.outline = outline or Outline(self._body)
             if not outline.step():
-                self._segments += outline.segments
+                self._segments = outline.segments
             return True
-        at = self._done
-        self._done += 1
-        is_last = self._done == len(self._segments)
-        text = self._segments[at]
-        if at or not is_last:
-            text = b"".join((_CONTINUED if at else b"", text, b"" if is_last else _UNFINISHED))
-        try:
-            parsed = orjson.loads(text) if outline is None else load_json(bytes(text))
-        except orjson.JSONDecodeError:
-            self._segments, self._done = [], 0
-            return True
-        if at == 0:
-            self.value = parsed
-        if at or not is_last:
-            assert isinstance(parsed, dict)
-            self._join(parsed, is_continued=at > 0, is_open=not is_last)
+        self._at += 1
+        is_last = self._at == len(self._segments)
+        self._parse(self._segments[at], is_first=at == 0, is_last=is_last)
         return not is_last
+
+    def _parse(self, text: bytes | memoryview, *, is_first: bool, is_last: bool) -> None:
+        """Parse a segment. Raises orjson.JSONDecodeError, or with an outline LbError."""
+        if not (is_first and is_last):
+            text = b"".join((b"" if is_first else _CONTINUED, text, b"" if is_last else _UNFINISHED))
+        parsed = orjson.loads(text) if self.outline is None else load_json(bytes(text))
+        if is_first:
+            self.value = parsed
+        if not (is_first and is_last):
+            assert isinstance(parsed, dict)
+            self._join(parsed, is_continued=not is_first, is_open=not is_last)
 
     def _join(self, fields: dict[str, Any], *, is_continued: bool, is_open: bool) -> None:
         """Add a segment's fields to those of the segments before it."""

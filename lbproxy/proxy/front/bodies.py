@@ -187,7 +187,6 @@ def _read(
 ) -> Steps[tuple[ClientRequest, LargeFacts]]:
     body = request.body
     large = LargeJson(body) if has_json(request) else FormWalk(body, request.fields.content_type)
-    yield  # it counted commas and brackets of up to 4 MiB, and may parse all of it now
     while large.step():
         yield
     yield  # what comes next takes long enough

@@ -45,6 +45,17 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outline_module, "UNCOUNTED_BYTES", 0)
 
 
+def pieces_of(body: bytes) -> list[bytes]:
+    """Those that are parsed without an outline; none if that is needed."""
+    pieces, at = [], 0
+    while piece := outline_module.next_piece(body, at):
+        pieces.append(bytes(piece.text))
+        at = piece.next
+        if not at:
+            return pieces
+    return []
+
+
 def by_one_parser(body: bytes) -> object:
     try:
         return load_json(body)
@@ -98,9 +109,9 @@ def test_a_conversation_is_cut_between_its_messages(blank: bytes, begin: bytes) 
     between = b"}" + blank + b"," + blank + b"{" + blank
     messages = between.join(begin + b',"content":"},{,%d"' % number for number in range(20))
     text = b'{"model":"m","messages":[{' + messages + b'}],"n":[{"id":1},{"id":2}]}'
-    segments = outline_module.light_segments(text)
-    assert len(segments) == 20
-    assert b",".join(segments).replace(blank, b"") == text.replace(blank, b"")
+    pieces = pieces_of(text)
+    assert len(pieces) == 20
+    assert b",".join(pieces).replace(blank, b"") == text.replace(blank, b"")
     large = read(text)
     assert (large.outline, large.value) == (None, orjson.loads(text))
 
@@ -119,9 +130,17 @@ def test_of_a_long_message_the_structure_is_counted() -> None:
     light, heavy = b'"content":"%b"' % (b"a" * MIB), b'"content":[%b[]]' % (b"[]," * (MIB // 3))
     for said, is_light in ((light, True), (heavy, False), (heavy[: 128 << 10] + b"[]]", True)):
         text = b'{"messages":[{"role":"user","content":"a"},{"role":"user",%b}]}' % said
-        assert bool(outline_module.light_segments(text)) == is_light
+        assert bool(pieces_of(text)) == is_light
         assert by_segments(text) == (orjson.loads(text) if is_light else LbError)
-    assert not outline_module.light_segments(b" " * (5 * MIB))
+    assert LargeJson(b" " * (5 * MIB)).outline is not None
+
+
+def test_a_message_is_looked_for_a_part_of_the_body_at_a_time() -> None:
+    """However much of it might be the end of one."""
+    far = b'{"messages":[{"role":"user","content":"%b"},{"role":"user"}]}' % (b"}" * (2 * MIB))
+    assert [len(one) for one in pieces_of(far)] == [len(far)]
+    near = b'{"messages":[{"role":"user","content":"%b"},{"role":"user","content":"%b"}]}' % (b"}" * MIB, b"a" * MIB)
+    assert len(pieces_of(near.replace(b"}" * MIB, b"}" * (MIB // 2)))) == 2
 
 
 @pytest.mark.usefixtures("quick")
@@ -159,6 +178,7 @@ def test_no_comma_is_forgotten_at_a_cut(text: bytes) -> None:
 
 def test_what_is_a_list_is_refused_before_it_is_parsed() -> None:
     large = LargeJson(b"[" + b'"a",' * 1_000_000 + b"1]")
+    assert large.step(), "it takes an outline"
     with pytest.raises(LbError):
         large.step()
 
