@@ -335,7 +335,7 @@ def cost(text: bytes) -> int:
     return len(text) + sum(each * structure.count(what) for what, each in COSTS)
 
 
-class Piece(NamedTuple):
+class BodyPiece(NamedTuple):
     """Of a body."""
 
     text: memoryview
@@ -343,7 +343,7 @@ class Piece(NamedTuple):
     """Where the following one begins; 0: it is the last."""
 
 
-def next_piece(body: bytes, begin: int) -> Piece | None:
+def next_piece(body: bytes, begin: int) -> BodyPiece | None:
     """The piece of a body from `begin` up to a following message, which may be parsed at once: without a look at what
     is in it if it is short. Whether it ends between elements of a list in the outermost object shows when all pieces
     are parsed. None: the body takes an outline.
@@ -354,7 +354,7 @@ def next_piece(body: bytes, begin: int) -> Piece | None:
     end, following = (len(body), 0) if cut is None else cut.span(1)
     text = memoryview(body)[begin:end]
     is_light = len(text) <= UNCOUNTED_BYTES or cost(bytes(text)) <= LITTLE_COST
-    return Piece(text, following) if is_light else None
+    return BodyPiece(text, following) if is_light else None
 
 
 def is_light(text: bytes) -> bool:
