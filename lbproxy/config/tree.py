@@ -63,6 +63,14 @@ class LogSettings(Section):
     """One line for each request: never bodies, prompts or keys."""
 
 
+class UsageSettings(Section):
+    """Tokens of streams whose clients do not ask how many they used."""
+
+    ask: Literal["auto", "always", "never"] = "auto"
+    """Streams of chat and completions are sent with `stream_options.include_usage`, unseen by clients. auto = where a
+    limit of tokens or `continue` applies."""
+
+
 class Settings(Section):
     """Everything that a user can set."""
 
@@ -104,6 +112,8 @@ class Settings(Section):
     """How long each phase of a request may take."""
     stream_keepalive: Keepalive = 0.0
     """Clients of event streams that heard nothing for so long get a comment: docs/failures.md. 0 = none."""
+    usage: UsageSettings = UsageSettings()
+    """Tokens of streams whose clients do not ask how many they used."""
     limits: LimitSettings = LimitSettings()
     """Limits of what lbproxy holds in memory for clients."""
     dns: DnsSettings = DnsSettings()

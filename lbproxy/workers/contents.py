@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from lbproxy.core.capacity.allowance import Bounds
 from lbproxy.core.endpoints.credentials import ApiKey, ForwardProxy, Tls
 from lbproxy.core.endpoints.endpoint import Endpoint, EndpointUid
 from lbproxy.core.engines.handover import Handover, Role
@@ -146,6 +147,7 @@ def member(
         process,
         endpoint.engine,
         endpoint.client_keep_alive,
+        endpoint.bounds,
     )
 
 
@@ -164,6 +166,7 @@ def read_endpoint(told: m.Member) -> Endpoint:
         tier=told.tier,
         engine=told.engine,
         client_keep_alive=told.client_keep_alive,
+        bounds=None if told.bounds is None else Bounds._make(told.bounds),
         forward_headers=tuple(told.forward_headers),
         weight=told.weight,
         api_key=None if told.api_key is None else ApiKey(told.api_key),

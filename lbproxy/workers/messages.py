@@ -328,7 +328,8 @@ class Member(Message):
     """See EndpointState."""
     engine: str = "auto"
     client_keep_alive: bool = False
-    """Of both see EndpointSpec."""
+    bounds: Fields | None = None
+    """Of these see EndpointSpec."""
 
 
 class Members(Message, tag=36):

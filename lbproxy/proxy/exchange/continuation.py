@@ -34,6 +34,7 @@ from lbproxy.core.responses.continued import (
 )
 from lbproxy.core.responses.joined import JoinedStream
 from lbproxy.core.responses.text_rate import TextRate
+from lbproxy.core.responses.unasked import UnaskedUsage, UsageForm
 from lbproxy.driver.request_runtime import RequestRuntime
 from lbproxy.net.connections.call import Call, Called, Result
 from lbproxy.net.connections.h1 import ResponseHead
@@ -50,7 +51,7 @@ from lbproxy.proxy.exchange.relay import (
     can_continue,
     chunk,
 )
-from lbproxy.proxy.exchange.used import expected_prompt_tokens
+from lbproxy.proxy.exchange.used import AskedRelay, expected_prompt_tokens
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.reading import as_named_by
 
@@ -250,6 +251,9 @@ class JoinedRelay(Relay):
         continuation.ticket = ticket
         self.continuation = continuation
         self._joined = continuation.joined
+        head.announced = None
+        usage = exchange.request.usage
+        self._unasked = None if usage is None else UnaskedUsage(usage)
         self._events_before = exchange.record.events
         """Of the servers before."""
         self._held = self._joined.text_bytes
@@ -270,14 +274,11 @@ class JoinedRelay(Relay):
         if self._ids is not None:
             self._look_for_id(self._ids, data, start, end)
         piece = joined.feed(data[start:end])
+        if self._unasked is not None:
+            piece = self._unasked.feed(piece)
         if joined.text_bytes - self._held > HELD_BYTES:
             self._hold()
-        if piece:
-            piece = chunk(piece) if self._chunked else piece
-            if self._content_began:
-                self._write(piece)
-            else:
-                self._write_first(piece)
+        self._pass(piece)
         connection = self._connection
         if connection is not None and (joined.failure is not None or joined.is_stopped):
             connection.abort()
@@ -359,6 +360,7 @@ class JoinedRelay(Relay):
 
     def complete(self, ending: bytes) -> None:
         """End with these events."""
+        self._unasked = None  # its server did not say what it writes at the end
         if self._chunked:
             ending = (chunk(ending) if ending else b"") + LAST_CHUNK
         self._send(ending)
@@ -375,6 +377,10 @@ class JoinedRelay(Relay):
     def usage(self) -> Usage | None:
         said = None if self._scanner is None else self._scanner.usage
         return None if said is None else self._joined.joined(said)
+
+    @property
+    def usage_form(self) -> UsageForm | None:
+        return None if self._unasked is None else self._unasked.learned
 
     def generated(self, rate: TextRate) -> int:
         return self._joined.tokens
@@ -397,7 +403,8 @@ def relay_for(
 ) -> Relay:
     """What relays a response that begins."""
     if not (exchange.request.continues and can_continue(head)):
-        return Relay(head, connection, ticket, exchange.record, shared.runtime, exchange)
+        kind = Relay if exchange.request.usage is None or not can_continue(head) else AskedRelay
+        return kind(head, connection, ticket, exchange.record, shared.runtime, exchange)
     earlier = moved(exchange.head_sent_by)
     continuation = Continuation(exchange, ticket, shared) if earlier is None else earlier.continuation
     return JoinedRelay(head, connection, ticket, shared.runtime, continuation)

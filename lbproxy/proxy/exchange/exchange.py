@@ -58,7 +58,7 @@ from lbproxy.proxy.exchange.relay import (
 )
 from lbproxy.proxy.exchange.split import FirstLeg, SplitRequest, decode_endpoint, first_leg
 from lbproxy.proxy.exchange.steps import Step
-from lbproxy.proxy.exchange.used import expected_prompt_tokens
+from lbproxy.proxy.exchange.used import STREAM_OPTIONS, expected_prompt_tokens, refuses_usage, without_usage
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.headers import client_head
 from lbproxy.proxy.request.reading import as_named_by
@@ -170,7 +170,8 @@ class Exchange(HeadReceiver, ABC):
                 return
             if ticket.outcome is Outcome.MODEL_NOT_FOUND and not self._failed.has_looked:
                 self._failed = self._failed._replace(has_looked=True)
-                if self._shared.runtime.look_for_models(lambda: self.guarded(self._place_after_look)):
+                again = lambda: self.guarded(self._place) if self.step is steps.LOOKING else None  # noqa: E731
+                if self._shared.runtime.look_for_models(again):
                     self._enter(steps.LOOKING)
                     return
             error = refusal_after(self._failed, ticket, self._shared.runtime, self.record)
@@ -200,16 +201,9 @@ class Exchange(HeadReceiver, ABC):
         else:
             self._dial(ticket)
 
-    def _place_after_look(self) -> None:
-        if self.step is steps.LOOKING:
-            self._place()
-
     def _dial(self, ticket: Ticket) -> None:
-        shared = self._shared
-        dial = shared.connections.dial(
-            origin_of(ticket), shared.limits.connect_s, lambda result: self.guarded(self._dialled, result)
-        )
-        self._enter(steps.DIALLING, dial)
+        shared, done = self._shared, lambda result: self.guarded(self._dialled, result)
+        self._enter(steps.DIALLING, shared.connections.dial(origin_of(ticket), shared.limits.connect_s, done))
 
     def _dialled(self, result: Connection | UpstreamError) -> None:
         assert self._ticket is not None
@@ -220,16 +214,16 @@ class Exchange(HeadReceiver, ABC):
 
     def _send(self, ticket: Ticket, connection: Connection) -> None:
         self._enter(steps.SENT, connection)
-        assert ticket.placed_on is not None
-        request, state, record, limits = self.request, ticket.placed_on, self.record, self._shared.limits
+        request, state, record, limits = self.request, ticket.placed_state, self.record, self._shared.limits
         if (before := moved(self.head_sent_by)) is not None:
             request = before.continuation.rest(request)
         if self._split is not None:
             request, limits = self._split.send_second()
         request = as_named_by(state.endpoint, request)
+        if self.placed.stream and self._shared.asks_usage:
+            self.request, request = self._shared.ask_usage(self.request, request, ticket, self._failed)
         forwarded = self.client.peer.lines(request.fields, http10=request.http10)
-        endpoint, bound = state.endpoint, self.placed.max_tier
-        asks = state.reported.asks_load
+        endpoint, bound, asks = state.endpoint, self.placed.max_tier, state.reported.asks_load
         head = request.head_for(
             endpoint, record.attempt_id, forwarded, ask_load=asks, trace=record.trace, max_tier=bound
         )
@@ -243,8 +237,7 @@ class Exchange(HeadReceiver, ABC):
         if first is None:
             return False
         self._enter(steps.PREFILLING)
-        forwarded = self.client.peer.lines(self.request.fields, http10=self.request.http10)
-        record = self.record
+        forwarded, record = self.client.peer.lines(self.request.fields, http10=self.request.http10), self.record
         leg = FirstLeg(self.request, self.placed, record.attempt_id, forwarded, record.trace)
         self._split = split = SplitRequest(self._shared, first, leg, self)
         if record.trace is not None:
@@ -327,6 +320,7 @@ class Exchange(HeadReceiver, ABC):
                 self._shared.conceal(head, self._split.endpoint)
                 head.reason = b""
             self._release_work()
+            self.request = self.request._replace(usage=None)  # a first leg is not asked
             self.complete_response(head, body)
 
     # net.connections.pool.Receiver, until a response is accepted
@@ -344,8 +338,11 @@ class Exchange(HeadReceiver, ABC):
         self._work = None  # the connection is back in the pool
         if head.load_report:
             head = self._shared.note_load_report(head, ticket, wanted=self.request.fields.wants_load_report)
-        if head.status >= 400 and self._retry_elsewhere(head.status, body, head):
+        if head.status >= 400 and (
+            self._asks_again(ticket, head, body) or self._retry_elsewhere(head.status, body, head)
+        ):
             return
+        body = without_usage(self.request, head, body)
         if self.head_sent_by is not None:
             if self.head_sent_by.has_moved or not can_continue(head):
                 self._cannot_continue(head, body)
@@ -365,8 +362,7 @@ class Exchange(HeadReceiver, ABC):
         if transport is not None and not transport.is_closing():
             transport.write(response)
         usage = self._shared.used.of_body(record, ticket, self.request.route, head, body)
-        if ticket.request.stores and head.status < 300:
-            note_stored(runtime, ticket, self.request, head, body)
+        note_stored(runtime, ticket, self.request, head, body)
         # The time of an error shows nothing of the endpoint's speed.
         runtime.answered(ticket, Outcome.COMPLETED, usage, began=bool(body) and head.status < 300, now=now)
         self.finish(reusable)
@@ -386,7 +382,12 @@ class Exchange(HeadReceiver, ABC):
         if head.status >= 400 and self._retry_elsewhere(head.status, head=head):
             connection.abort()
             return
-        if head.status == 400 and fits(head) and self._shared.runtime.takes_longer(ticket):
+        may_refuse = refuses_usage(self.request, head)
+        if may_refuse and not fits(head):
+            connection.abort()
+            self._asks_again(ticket, head)
+            return
+        if may_refuse or (head.status == 400 and fits(head) and self._shared.runtime.takes_longer(ticket)):
             Instead(head, connection, lambda head, body: self.guarded(self._take_read, head, body))
             return
         if self.head_sent_by is not None and not can_continue(head):
@@ -403,6 +404,14 @@ class Exchange(HeadReceiver, ABC):
             self.broke(UpstreamError(FailureKind.RESET, "the connection was closed inside an error's body"))
         else:
             self._take_complete(head, body)
+
+    def _asks_again(self, ticket: Ticket, head: ResponseHead, body: bytes = STREAM_OPTIONS) -> bool:
+        """If it refuses to be asked for usage, it is sent what the client asks for: nothing failed."""
+        if refuses_usage(self.request, head, body):
+            self._failed = self._failed._replace(refused_usage=True)
+            self._connect(ticket)
+            return True
+        return False
 
     def _cannot_continue(self, head: ResponseHead, body: bytes) -> None:
         """The client has the head of a stream, and this is another kind of response: it is told as an event."""
@@ -507,9 +516,7 @@ class Exchange(HeadReceiver, ABC):
     def move_if_stranded(self) -> None:
         """If the request is stranded, send it to another endpoint, as far as the balancer allows. Call it `guarded`."""
         ticket = self._ticket
-        if self.step is steps.FINISHED or ticket is None or ticket.state is not TicketState.PLACED:
-            return
-        if not self._shared.runtime.is_stranded(ticket):
+        if ticket is None or ticket.state is not TicketState.PLACED or not self._shared.runtime.is_stranded(ticket):
             return
         if self.step is steps.RELAYING and not self._relaying.revocable:
             self._relaying.leave()
@@ -602,12 +609,10 @@ class Exchange(HeadReceiver, ABC):
     # The client's back-pressure
 
     def pause(self) -> None:
-        """The client's buffer is full."""
         if self.step is steps.RELAYING:
             self._relaying.pause()
 
     def resume(self) -> None:
-        """The client's buffer has room."""
         if self.step is steps.RELAYING:
             self._relaying.resume()
 
@@ -676,19 +681,14 @@ class Exchange(HeadReceiver, ABC):
     def _release_work(self) -> None:
         """Release what is in progress in this step, which is about to change."""
         work, self._work = self._work, None
-        if isinstance(work, Connection):
-            work.abort()
-        elif isinstance(work, Relay):
-            work.release()
-        elif work is not None:
-            work.cancel()
+        if work is not None:
+            (work.abort if isinstance(work, Connection) else work.release if isinstance(work, Relay) else work.cancel)()
 
     @property
     def _relaying(self) -> Relay:
         """The relay, while RELAYING."""
-        work = self._work
-        assert isinstance(work, Relay)
-        return work
+        assert isinstance(self._work, Relay)
+        return self._work
 
     def _abandon(self, outcome: Outcome) -> None:
         usage = self._used_so_far(outcome)

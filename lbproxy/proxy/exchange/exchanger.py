@@ -22,7 +22,9 @@ from lbproxy.net.connections.patience import ClockLimits
 from lbproxy.net.connections.pool import ConnectionPool
 from lbproxy.net.dialing.above import as_ours, host_of
 from lbproxy.net.dialing.origin import Origin
+from lbproxy.proxy.exchange.failures import AttemptFailures
 from lbproxy.proxy.exchange.used import UsedTokens
+from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.own_responses import rate_fields
 
 LARGE_BODY_BYTES: Final = 16 << 10
@@ -61,12 +63,21 @@ class Exchanger:
         """With connector mooncake: the ids of a prefill server's engines by their ranks, by its URL; and which process
         said so (`EndpointState.process`)."""
         self.used = used or UsedTokens()
+        self.asks_usage = settings.usage.ask != "never"
         self.expose_endpoint = settings.expose_endpoint
         self.explain_header = settings.explain.header and settings.expose_endpoint
 
     def with_settings(self, settings: Settings) -> Exchanger:
         """The same under other settings, for new exchanges."""
         return Exchanger(settings, self.runtime, self.connections, self.used)
+
+    def ask_usage(
+        self, client: ClientRequest, sent: ClientRequest, ticket: Ticket, failed: AttemptFailures
+    ) -> tuple[ClientRequest, ClientRequest]:
+        """See UsedTokens.ask."""
+        return self.used.ask(
+            client, sent, ticket, always=self.settings.usage.ask == "always", refused=failed.refused_usage
+        )
 
     def note_load_report(self, head: ResponseHead, ticket: Ticket, *, wanted: bool) -> ResponseHead:
         """Report the endpoint's load. Only clients that asked for it get it."""

@@ -48,6 +48,7 @@ from lbproxy.core.responses.lines import LineScanner
 from lbproxy.core.responses.objects import find_objects
 from lbproxy.core.responses.sse import BodyScanner, EventScanner, IdScanner, find_response_id
 from lbproxy.core.responses.text_rate import TextRate
+from lbproxy.core.responses.unasked import UsageForm
 from lbproxy.driver.request_runtime import RequestRuntime
 from lbproxy.net.connections.h1 import PayloadWatcher, ResponseHead
 from lbproxy.net.connections.pool import Connection
@@ -240,11 +241,7 @@ class Relay(PayloadWatcher):
         if self._ids is not None:
             self._look_for_id(self._ids, data, start, end)
         if not self._verbatim and start < end:
-            piece = chunk(data[start:end]) if self._chunked else data[start:end]
-            if self._content_began:
-                self._write(piece)
-            else:
-                self._write_first(piece)
+            self._pass(data[start:end])
 
     # net.connections.pool.Receiver
 
@@ -396,6 +393,15 @@ class Relay(PayloadWatcher):
         if ids.done:
             self._ids = None
 
+    def _pass(self, piece: bytes) -> None:
+        """Send a piece of payload that is not sent as it came."""
+        if piece:
+            piece = chunk(piece) if self._chunked else piece
+            if self._content_began:
+                self._write(piece)
+            else:
+                self._write_first(piece)
+
     def _write_first(self, data: bytes) -> None:
         """Write, and note the first byte. Of a stream only an event counts: comments come while the prompt waits."""
         if self.revocable and self._scanner is not None:
@@ -520,6 +526,11 @@ class Relay(PayloadWatcher):
         return None if self._body is None else self._body.usage
 
     @property
+    def usage_form(self) -> UsageForm | None:
+        """What its stream shows of what its endpoint writes without being asked; None: nothing."""
+        return None
+
+    @property
     def written(self) -> tuple[int, int]:
         """Events that stand for tokens, and bytes of text, of its endpoint's stream; zeros: unknown."""
         scanner = self._scanner
@@ -573,6 +584,8 @@ def note_stored(
     runtime: RequestRuntime, ticket: Ticket, request: ClientRequest, head: ResponseHead, body: bytes
 ) -> None:
     """Note what a complete response shows its endpoint to have."""
+    if not ticket.request.stores or head.status >= 300:
+        return
     if request.route.flatten is None:
         if is_json(head):
             note_objects(runtime, ticket, find_objects(body))

@@ -23,6 +23,7 @@
     SENT          a head arrived                                                RELAYING
                   a short response arrived, complete                            FINISHED
                   the kept connection turned out to be closed                   DIALLING
+                  it refuses to be asked for usage                              SENT or DIALLING
                   failed, refused, or stranded                                  BACKING_OFF or FINISHED *
                   a second leg failed, and the request is placed whole          PLACING
                   the endpoint switched to WebSocket, as requested              SWITCHED

@@ -1,19 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a response has used: as its endpoint says, or estimated by what it wrote, so that it counts for limits."""
+"""What a response has used: as its endpoint says, perhaps as it was asked to, or estimated by what it wrote, so that it
+counts for limits.
+"""
 
 from __future__ import annotations
 
 from math import ceil
+from typing import Final, Protocol
 
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import BYTES_PER_TOKEN, Usage, estimated
 from lbproxy.core.responses.text_rate import TextRate, TextRates
+from lbproxy.core.responses.unasked import UnaskedUsage, UsageForm
 from lbproxy.core.responses.usage import read_usage
+from lbproxy.driver.request_runtime import RequestRuntime
 from lbproxy.net.connections.h1 import ResponseHead
-from lbproxy.proxy.exchange.relay import Relay, is_json
+from lbproxy.net.connections.pool import Connection
+from lbproxy.proxy.exchange.relay import Relay, RelayOwner, Requester, can_continue, is_json
+from lbproxy.proxy.request.client_request import ClientRequest
+from lbproxy.proxy.request.reading import with_usage
 from lbproxy.proxy.request.routes import Route
+
+STREAM_OPTIONS: Final = b"stream_options"
+MAX_FORMS: Final = 4096
+"""Of which a form is remembered: two for each of 1,024 endpoints, and for those before them."""
 
 
 class UsedTokens:
@@ -21,6 +33,26 @@ class UsedTokens:
 
     def __init__(self) -> None:
         self._rates = TextRates()
+        self._forms: dict[tuple[int, str], tuple[int, UsageForm]] = {}
+        """How streams say what they used, by endpoint and route, as its process did (`Standing.process`)."""
+
+    def ask(
+        self, client: ClientRequest, sent: ClientRequest, ticket: Ticket, *, always: bool, refused: bool
+    ) -> tuple[ClientRequest, ClientRequest]:
+        """The client's request for a stream, with the form that its response has, and the one to send to where it is
+        placed, which asks for usage if that applies and the client does not. `refused`: not again.
+        """
+        form: UsageForm | None = None
+        if client.route.continues and client.method == "POST" and (always or client.continues or _is_limited(ticket)):
+            state = ticket.placed_state
+            process, form = self._forms.get((state.endpoint.uid, client.route.name), (0, UsageForm.UNKNOWN))
+            form = UsageForm.UNKNOWN if process != state.standing.process else form
+            form = UsageForm.ANYWAY if refused else None if form is UsageForm.ANYWAY else form
+            asking = None if form is None else with_usage(sent)
+            form = None if asking is None else form
+            if asking is not None and form is not None and form.is_asked:
+                sent = asking
+        return client if client.usage is form else client._replace(usage=form), sent
 
     def of_body(
         self, record: RequestRecord, ticket: Ticket, route: Route, head: ResponseHead, body: bytes
@@ -41,6 +73,11 @@ class UsedTokens:
         self, record: RequestRecord, ticket: Ticket, route: Route, relay: Relay, ended: Outcome
     ) -> Usage | None:
         """Of a response that was relayed and `ended` so."""
+        if ended is Outcome.COMPLETED and (form := relay.usage_form) is not None:
+            if len(self._forms) >= MAX_FORMS:
+                self._forms.clear()
+            state = ticket.placed_state
+            self._forms[state.endpoint.uid, route.name] = state.standing.process, form
         usage = relay.usage
         if usage is not None:
             usage = _note_usage(record, ticket, usage)
@@ -74,6 +111,72 @@ class UsedTokens:
         is_text = request.prompt_bytes and not request.media_tokens
         prompt_rate = request.prompt_bytes / expected_prompt_tokens(ticket) if is_text else BYTES_PER_TOKEN
         return self._rates.of(record.endpoint or "", record.model or "", prompt_rate)
+
+
+class AskingOwner(RelayOwner, Requester, Protocol):
+    """The exchange whose server is asked for usage."""
+
+
+class AskedRelay(Relay):
+    """The relay of a stream whose usage the client does not ask for."""
+
+    def __init__(
+        self,
+        head: ResponseHead,
+        connection: Connection,
+        ticket: Ticket,
+        record: RequestRecord,
+        runtime: RequestRuntime,
+        owner: AskingOwner,
+    ) -> None:
+        Relay.__init__(self, head, connection, ticket, record, runtime, owner)
+        head.announced = None  # the client's length is another one
+        self._unasked = UnaskedUsage(owner.request.usage or UsageForm.ANYWAY)
+
+    @property
+    def _keeps_framing(self) -> bool:
+        return False
+
+    def _pass(self, piece: bytes) -> None:
+        Relay._pass(self, self._unasked.feed(piece))
+
+    def ended(self) -> None:
+        Relay._pass(self, self._unasked.end())
+        Relay.ended(self)
+
+    def _takes_event(self, connection: Connection | None) -> bool:
+        if not self._unasked.changes:
+            return Relay._takes_event(self, connection)
+        return self._chunked and self._unasked.is_whole
+
+    @property
+    def usage_form(self) -> UsageForm | None:
+        return self._unasked.learned
+
+
+def refuses_usage(request: ClientRequest, head: ResponseHead, body: bytes = STREAM_OPTIONS) -> bool:
+    """Whether an endpoint refuses a request as it asks for usage. `body`: without it, whether it may do so."""
+    is_asked = request.usage is not None and request.usage.is_asked
+    return is_asked and head.status in {400, 422} and body.find(STREAM_OPTIONS) >= 0
+
+
+def without_usage(request: ClientRequest, head: ResponseHead, body: bytes) -> bytes:
+    """The body of a stream that arrived in one piece, as its client gets it."""
+    if request.usage is None or not can_continue(head):
+        return body
+    unasked = UnaskedUsage(request.usage)
+    body = unasked.feed(body) + unasked.end()
+    head.announced = b"%d" % len(body)
+    return body
+
+
+def _is_limited(ticket: Ticket) -> bool:
+    """Whether a limit of tokens applies to a placed request, of its flow or its endpoint."""
+    bounds, flow = ticket.placed_state.endpoint.bounds, ticket.flow
+    if bounds is not None and (bounds.tokens_per_minute or bounds.tokens_per_day):
+        return True
+    rates = flow.rates(0.0) if flow is not None and flow.limited else None  # at any time: whether there are any
+    return rates is not None and rates[1] is not None
 
 
 def expected_prompt_tokens(ticket: Ticket) -> float:

@@ -15,6 +15,7 @@ from lbproxy.core.engines.orca import REQUEST_HEADER
 from lbproxy.core.observed.trace import Trace
 from lbproxy.core.requests.openai import Naming, Pieces
 from lbproxy.core.requests.request import MAX_TIER
+from lbproxy.core.responses.unasked import UsageForm
 from lbproxy.net.connections.fetch import bearer
 from lbproxy.net.connections.h1 import request_head
 from lbproxy.net.dialing.above import below
@@ -72,6 +73,9 @@ class ClientRequest(NamedTuple):
     """Models that may serve it in place of its own, in order."""
     continues: bool = False
     """Its stream goes on at another endpoint if its own dies."""
+    usage: UsageForm | None = None
+    """How the stream of this attempt says what it used, which the client does not want to know; None: it does, or that
+    is not asked for."""
 
     def in_one_piece(self) -> ClientRequest:
         """The same, with its pieces joined."""

@@ -87,6 +87,7 @@ def read_plain(data: bytes, max_body_bytes: int) -> ClientRequest | None:
         0.0,
         (),
         False,
+        None,
     )
     return _new(ClientRequest, read)
 

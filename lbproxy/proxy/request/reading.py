@@ -32,7 +32,13 @@ from lbproxy.core.requests.openai import (
     read_json_body,
 )
 from lbproxy.core.requests.outcome import LbError, Outcome
-from lbproxy.core.requests.outline import PARSE_AT_ONCE_BYTES, UNCUT_STRING_BYTES, LargeJson, omitted_bytes
+from lbproxy.core.requests.outline import (
+    PARSE_AT_ONCE_BYTES,
+    UNCUT_STRING_BYTES,
+    LargeJson,
+    load_json,
+    omitted_bytes,
+)
 from lbproxy.core.requests.prompt_keys import BlockKey, hash_prompt
 from lbproxy.core.requests.prompts import Flattening, Prompt
 from lbproxy.core.requests.request import WHOLE, InferenceRequest
@@ -509,6 +515,29 @@ def _without_keep_alive(request: ClientRequest) -> ClientRequest:
     if len(body) <= PARSE_AT_ONCE_BYTES and _KEEP_ALIVE.search(body) is None:
         return request
     return request._replace(body=body.rstrip().removesuffix(b"}") + b',"keep_alive":null}')
+
+
+_STREAM_OPTIONS: Final = re.compile(rb'"stream_options"|\\u00[567]')
+MAX_ASKED_BYTES: Final = 1 << 20
+"""A larger body is not searched, and not copied."""
+
+
+def with_usage(request: ClientRequest) -> ClientRequest | None:
+    """The request for a stream, which asks for the usage at its end; None: it does so already, or may be large. Of
+    `stream_options` the last ones count, also in engines; what the client set there is kept.
+    """
+    size = sum(map(len, request.pieces)) or len(request.body)
+    if size > MAX_ASKED_BYTES:
+        return None
+    body = request.in_one_piece().body
+    options: object = {}
+    if _STREAM_OPTIONS.search(body) is not None:
+        fields = load_json(body) if size <= PARSE_AT_ONCE_BYTES else None
+        options = (fields.get("stream_options") or {}) if isinstance(fields, dict) else None
+    if not isinstance(options, dict) or options.get("include_usage"):
+        return None
+    asked = orjson.dumps({**options, "include_usage": True})
+    return request._replace(body=body.rstrip().removesuffix(b"}") + b',"stream_options":%b}' % asked, pieces=())
 
 
 def for_model(
