@@ -100,7 +100,7 @@ def one_line(text: str, limit: int = 80) -> str:
 
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _MODEL_NAME = re.compile(r"[!-~][ -~]{0,255}")
-_MODELS = re.compile(r"models(?:[.\[].*\.split)?")
+_MODELS = re.compile(r"models(?:[.\[].*\.split)?|.*\]\.model_memory")
 """Paths of mappings whose keys are names of models: `Qwen/Qwen3-8B`."""
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^${}]*))?\}")
 _INTEGER = re.compile(r"[-+]?[0-9]{1,18}")

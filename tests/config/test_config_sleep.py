@@ -39,7 +39,8 @@ def test_how_many_models_fit_reaches_the_balancer() -> None:
         return spec_of(parse(entry(keys), environ={}).endpoints[0], "e", NO_CERTIFICATES).loading
 
     assert loading("max_loaded_models: 2, keep_loaded: [a]") == LoadSpec(2, frozenset({"a"}))
-    assert loading("memory: 2GiB, model_memory: {a: 1GiB}") == LoadSpec(2 << 30, sizes=(("a", 1 << 30),))
+    sizes = ("a", 1 << 30), ("org/qwen3:8b", 2 << 30)
+    assert loading("memory: 2GiB, model_memory: {a: 1GiB, org/qwen3:8b: 2GiB}") == LoadSpec(2 << 30, sizes=sizes)
     assert loading("memory: 2GiB") == LoadSpec(1), "each takes all of it"
 
 
