@@ -353,10 +353,10 @@ class JoinedRelay(Relay):
             self._call.cancel()
             self.complete(self.continuation.ending())
 
-    def release(self) -> None:
+    def cancel(self) -> None:
         if self._call is not None:
             self._call.cancel()
-        Relay.release(self)
+        Relay.cancel(self)
 
     def complete(self, ending: bytes) -> None:
         """End with these events."""

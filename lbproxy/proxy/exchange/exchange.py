@@ -223,10 +223,8 @@ class Exchange(HeadReceiver, ABC):
         if self.placed.stream and self._shared.asks_usage:
             self.request, request = self._shared.ask_usage(self.request, request, ticket, self._failed)
         forwarded = self.client.peer.lines(request.fields, http10=request.http10)
-        endpoint, bound, asks = state.endpoint, self.placed.max_tier, state.reported.asks_load
-        head = request.head_for(
-            endpoint, record.attempt_id, forwarded, ask_load=asks, trace=record.trace, max_tier=bound
-        )
+        one, trace, bound, asks = state.endpoint, record.trace, self.placed.max_tier, state.reported.asks_load
+        head = request.head_for(one, record.attempt_id, forwarded, ask_load=asks, trace=trace, max_tier=bound)
         connection.send(request.method, head, request.pieces or request.body, self, limits)
 
     # A request that is split: split.SplitOwner
@@ -681,8 +679,10 @@ class Exchange(HeadReceiver, ABC):
     def _release_work(self) -> None:
         """Release what is in progress in this step, which is about to change."""
         work, self._work = self._work, None
-        if work is not None:
-            (work.abort if isinstance(work, Connection) else work.release if isinstance(work, Relay) else work.cancel)()
+        if isinstance(work, Connection):
+            work.abort()
+        elif work is not None:
+            work.cancel()
 
     @property
     def _relaying(self) -> Relay:

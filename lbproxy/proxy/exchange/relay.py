@@ -14,7 +14,7 @@ whose head promised them, or that is to get comments, gets it in new ones. `stag
                  the client has the head of an earlier attempt, or ours
     HEAD_SENT    the first event, or complete                                   COMMITTED
     COMMITTED    complete, broken, or cut                                       FINISHED
-    any          broken, refused, or released: the exchange decides             FINISHED
+    any          broken, refused, or cancelled: the exchange decides             FINISHED
 
 Invariants:
 
@@ -120,7 +120,7 @@ class RelayOwner(Protocol):
         """The first of the body goes to the client: no other response is possible from here on."""
 
     def relayed(self, result: Outcome | UpstreamError) -> None:
-        """Called once: the outcome, or the failure if none of a body went to the client. Not called after `release`."""
+        """Called once: the outcome, or the failure if none of a body went to the client. Not called after `cancel`."""
 
     def stream_refused(self, status: int) -> bool:
         """The stream begins with an error whose code is an HTTP status. None of it went out. True: drop it; another
@@ -334,7 +334,7 @@ class Relay(PayloadWatcher):
         if self._connection is not None:
             self._connection.resume()
 
-    def release(self) -> None:
+    def cancel(self) -> None:
         """Close the endpoint's connection: the client is gone, or a defect ends the exchange. `relayed` is not
         called.
         """
