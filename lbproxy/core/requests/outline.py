@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import orjson
 import xxhash
@@ -335,18 +335,10 @@ def cost(text: bytes) -> int:
     return len(text) + sum(each * structure.count(what) for what, each in COSTS)
 
 
-class BodyPiece(NamedTuple):
-    """Of a body."""
-
-    text: memoryview
-    next: int
-    """Where the following one begins; 0: it is the last."""
-
-
-def next_piece(body: bytes, begin: int) -> BodyPiece | None:
-    """The piece of a body from `begin` up to a following message, which may be parsed at once: without a look at what
-    is in it if it is short. Whether it ends between elements of a list in the outermost object shows when all pieces
-    are parsed. None: the body takes an outline.
+def next_piece(body: bytes, begin: int) -> tuple[memoryview, int] | None:
+    """The piece of a body from `begin` up to a following message, and where that begins (0: there is none). It may be
+    parsed at once: without a look at what is in it if it is short. Whether it ends between elements of a list in the
+    outermost object shows when all pieces are parsed. None: the body takes an outline.
     """
     cut = None
     if len(body) - begin > UNCOUNTED_BYTES:
@@ -354,7 +346,7 @@ def next_piece(body: bytes, begin: int) -> BodyPiece | None:
     end, following = (len(body), 0) if cut is None else cut.span(1)
     text = memoryview(body)[begin:end]
     is_light = len(text) <= UNCOUNTED_BYTES or cost(bytes(text)) <= LITTLE_COST
-    return BodyPiece(text, following) if is_light else None
+    return (text, following) if is_light else None
 
 
 def is_light(text: bytes) -> bool:
@@ -412,14 +404,14 @@ class LargeJson:
         if outline is None:
             piece = next_piece(self._body, at)
             if piece is not None:
-                self._at = piece.next
+                text, self._at = piece
                 try:
-                    self._parse(piece.text, is_first=at == 0, is_last=not piece.next)
+                    self._parse(text, is_first=at == 0, is_last=not self._at)
                 except orjson.JSONDecodeError:
                     piece = None
             if piece is None:
                 self._at, self.outline = 0, Outline(self._body)
-            return piece is None or piece.next > 0
+            return piece is None or self._at > 0
         if not self._segments:
             if not outline.step():
                 self._segments = outline.segments

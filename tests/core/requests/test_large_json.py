@@ -49,8 +49,8 @@ def pieces_of(body: bytes) -> list[bytes]:
     """Those that are parsed without an outline; none if that is needed."""
     pieces, at = [], 0
     while piece := outline_module.next_piece(body, at):
-        pieces.append(bytes(piece.text))
-        at = piece.next
+        pieces.append(bytes(piece[0]))
+        at = piece[1]
         if not at:
             return pieces
     return []
