@@ -140,7 +140,7 @@ def test_a_message_is_looked_for_a_part_of_the_body_at_a_time() -> None:
     far = b'{"messages":[{"role":"user","content":"%b"},{"role":"user"}]}' % (b"}" * (2 * MIB))
     assert [len(one) for one in pieces_of(far)] == [len(far)]
     near = b'{"messages":[{"role":"user","content":"%b"},{"role":"user","content":"%b"}]}' % (b"}" * MIB, b"a" * MIB)
-    assert len(pieces_of(near.replace(b"}" * MIB, b"}" * (MIB // 2)))) == 2
+    assert len(pieces_of(near.replace(b"}" * MIB, b"}" * (MIB // 8)))) == 2
 
 
 @pytest.mark.usefixtures("quick")
