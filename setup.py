@@ -25,7 +25,7 @@ from setuptools.command.build_ext import build_ext
 COMPILED = {
     "lbproxy/core": "balancer placing",
     "lbproxy/core/requests": "media openai outcome outline prompt_keys prompts request retry",
-    "lbproxy/core/responses": "joined json_walk lines objects sse usage",
+    "lbproxy/core/responses": "joined json_walk lines objects sse unasked usage",
     "lbproxy/core/engines": "handover load_metrics",
     "lbproxy/core/caches": "adapters cache_loss cache_size prefix_index savings sessions",
     "lbproxy/core/capacity": "allowance bucket lanes opaque others regression reservations room slots space trends",

@@ -35,7 +35,7 @@ def test_models_are_loaded_where_there_is_room_and_warm_ones_are_used(
         ),
         httpx.Client(base_url=listen, timeout=60) as client,
     ):
-        process.wait_for("serves a")
+        run(until(lambda: process.read().count("serves a") == 2, "both say what they can load"))
 
         def ask(model: str) -> str:
             body = {"model": model, "prompt": "Hello", "max_tokens": 5}

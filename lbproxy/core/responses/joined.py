@@ -92,6 +92,11 @@ class JoinedStream:
             return self._event_by_event(data)
         return data
 
+    @property
+    def is_text(self) -> bool:
+        """What `feed` returned last differs from an event before in its text alone, and none of it has a `usage`."""
+        return self._alike.took and not self._alike.has_usage
+
     def read(self) -> None:
         """Read what passed unread."""
         texts = self._alike.read()
@@ -142,6 +147,7 @@ class JoinedStream:
         literal = _STRING_REST.match(after)
         if literal is not None and key not in after and type(delta.get(name)) is str and not delta.get("role"):
             self._alike.begin, self._alike.end = before + key[:-1], after[literal.end() :]
+            self._alike.has_usage = "usage" in said
 
     # One event
 
@@ -386,12 +392,17 @@ class AlikeEvents:
     def __init__(self) -> None:
         self.begin = self.end = b""
         """Of an event, around its text. Empty: not known."""
+        self.has_usage = False
+        """It says null there."""
+        self.took = False
+        """What came last was like it."""
         self.unread = bytearray()
         """Texts in JSON, each with a comma."""
 
     def take(self, data: bytes) -> bool:
         """Whether these whole events are like that; their texts are gathered then."""
         begin, end = self.begin, self.end
+        self.took = False
         if not (begin and data.startswith(begin) and data.endswith(end)):
             return False
         texts = data[len(begin) : -len(end)]
@@ -400,6 +411,7 @@ class AlikeEvents:
         if texts.find(b"\n") >= 0:  # other events are between
             return False
         self.unread += texts + b","
+        self.took = True
         return True
 
     def read(self) -> list[str] | None:

@@ -72,7 +72,7 @@ class UnaskedUsage:
             self._look(events)
         if not self.changes:
             return piece
-        return events if events.find(USAGE_KEY) < 0 else self._without(events)
+        return self._without(events) if events.partition(USAGE_KEY)[1] else events  # see EventScanner.is_token
 
     def end(self) -> bytes:
         """The stream is complete. Returns what is left: an event that no empty line ended."""
@@ -105,14 +105,15 @@ class UnaskedUsage:
         return events
 
     def _look(self, events: bytes) -> None:
-        self._has_choices = self._has_choices or events.find(_CHOICES) >= 0
-        if self._shown is UsageForm.ANYWAY or (events.find(USAGE_KEY) < 0 and events.find(_TIMINGS) < 0):
+        if not self._has_choices:
+            self._has_choices = events.find(_CHOICES) >= 0
+        if not (events.partition(USAGE_KEY)[1] or events.partition(_TIMINGS)[1]):
             return
         for event in _EMPTY_LINE.split(events):
             said = _said(event)
             if said is not None and (type(said.get("usage")) is dict or "timings" in said):
                 self._shown = UsageForm.ANYWAY
-            elif said is not None and "usage" in said and self._shown is UsageForm.UNSAID:
+            elif said is not None and "usage" in said and self._shown is not UsageForm.ANYWAY:
                 self._shown = UsageForm.NULL
 
     def _without(self, events: bytes) -> bytes:

@@ -274,7 +274,7 @@ class JoinedRelay(Relay):
         if self._ids is not None:
             self._look_for_id(self._ids, data, start, end)
         piece = joined.feed(data[start:end])
-        if self._unasked is not None:
+        if self._unasked is not None and not joined.is_text:
             piece = self._unasked.feed(piece)
         if joined.text_bytes - self._held > HELD_BYTES:
             self._hold()

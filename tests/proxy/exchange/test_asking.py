@@ -337,6 +337,22 @@ def test_null_stays_where_it_is_written_unasked() -> None:
     run(main())
 
 
+@pytest.mark.parametrize(
+    ("more", "own"), [(LIMITED, ""), ("models: {m: {continue: true}}\n", "engine: vllm")], ids=["limited", "continued"]
+)
+def test_null_that_is_written_because_it_was_asked_for_is_taken_out(more: str, own: str) -> None:
+    """As OpenAI does, in each event."""
+    asked = UNASKED.replace(b"}]}\n", b'}],"usage":null}\n').replace(DONE, USAGE + DONE)
+    engine = Engine(asked=asked, size=asked.index(b"\n\n") + 2)  # the first events are alike, and come one by one
+
+    async def main() -> None:
+        async with before(engine, more, own) as it:
+            assert [(await it.ask(asking())).body for _ in range(2)] == [UNASKED] * 2
+            assert await used(it, 2) == USED
+
+    run(main())
+
+
 def test_a_stream_that_breaks_before_its_usage_breaks_as_it_does_unasked() -> None:
     """In whole events, so that the client is told in one."""
     streams: list[bytes] = []
