@@ -127,12 +127,15 @@ class Allowance:
                 found = Reached(wait_s, key, bucket.size)
         return found
 
-    def take(self, requests: float, tokens: float, now: float) -> None:
-        """Count so many, whether they are left or not. Negative ones are returned."""
+    def take(self, requests: float, tokens: float, now: float, at: float | None = None) -> None:
+        """Count so many, whether they are left or not. Negative ones are returned. `at`: when they were used; None:
+        now.
+        """
+        at = now if at is None else at
         if requests and self._requests is not None:
-            self._requests.take(requests, now)
+            self._requests.take(requests, at)
         if tokens and self._tokens is not None:
-            self._tokens.take(tokens, now)
+            self._tokens.take(tokens, at)
         if tokens and self._day is not None:
             self._day.take(tokens, now)
 

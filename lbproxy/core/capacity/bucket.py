@@ -11,6 +11,8 @@ SLOT_S: Final = 600.0
 """What was used is forgotten in steps of this."""
 SLOTS: Final = 145
 """A day, and the step that has begun: what is shown as used in a day is never too little."""
+FULL_TIMES: Final = 4
+"""With 1, 2 and 3 the largest error of 10,000 requests over two replicas is .22, .14 and .08 % of a minute."""
 MAX_RESUMED_MINUTES: Final = 10.0
 """A bucket that goes on with an earlier level lacks at most so many minutes' worth, whatever that level was."""
 
@@ -27,16 +29,25 @@ class Spent(NamedTuple):
 class Bucket:
     """A token bucket over a minute. The level may be below 0, as usage is known afterwards."""
 
-    __slots__ = ("_at", "_level", "size")
+    __slots__ = ("_at", "_full", "_level", "size")
 
     def __init__(self, size: float, now: float) -> None:
         self.size = self._level = size
         self._at = now
+        self._full = [(float("-inf"), now)]
+        """Since when and until when it was full, the last `FULL_TIMES` times: nothing was refilled then."""
 
     def _refill(self, now: float) -> None:
         """Before the level is read or written, so that what is taken is not refilled for a time before that."""
         if now > self._at:
-            self._level = min(self.size, self._level + self.size * (now - self._at) / MINUTE_S)
+            excess = self._level + self.size * (now - self._at) / MINUTE_S - self.size
+            if excess >= 0.0:
+                since = now - excess * MINUTE_S / self.size
+                if self._level >= self.size and self._full and self._full[-1][1] == self._at:
+                    since = self._full.pop()[0]
+                self._full.append((since, now))
+                del self._full[:-FULL_TIMES]
+            self._level = self.size + min(0.0, excess)
             self._at = now
 
     def used(self, now: float) -> float:
@@ -60,10 +71,30 @@ class Bucket:
         missing = min(needed, self.size) - self._level
         return missing * MINUTE_S / self.size if missing > 0 else 0.0
 
-    def take(self, amount: float, now: float) -> None:
-        """Take an amount, available or not. A negative amount is returned."""
-        self._refill(now)
+    def take(self, amount: float, at: float) -> None:
+        """Take an amount, available or not. A negative amount is returned. `at` may be long ago: then it makes the
+        difference that it would have made if it had been known at once.
+        """
+        self._refill(at)
+        if at < self._at:
+            amount = self._since_full(amount, at)
         self._level = min(self.size, self._level - amount)
+
+    def _since_full(self, amount: float, at: float) -> float:
+        """What is left now of the difference that an amount made then: none of what the bucket was full without, and
+        less of what could be refilled while it was full.
+        """
+        full = self._full
+        if amount <= 0.0:
+            return 0.0 if full and full[-1][1] > at else amount
+        for number, (since, until) in enumerate(full):
+            begin = max(since, at)
+            if begin < until:
+                refilled = min(amount, self.size * (until - begin) / MINUTE_S)
+                amount -= refilled
+                full[number] = begin + refilled * MINUTE_S / self.size, until
+        self._full = [one for one in full if one[0] < one[1]]
+        return amount
 
 
 def resized(bucket: Bucket | None, size: int | None, now: float) -> Bucket | None:

@@ -3,8 +3,10 @@
 
 A placed ticket has one count, `used_tokens`: of its prompt, and of its response so far. Its flow is charged just that;
 its endpoint also what is expected of its response (`reserved_tokens`), so that what runs there is within its limits. At
-the end both are corrected to what was used: as reported, else as estimated, never nothing for what was served. A second
-leg has no prompt, as the first had it; and of a first leg no response counts, as the second begins with it.
+the end both are corrected to what was used: as reported, else as estimated, never nothing for what was served. Of a
+limit per minute all is used at the placement, whenever it is known and at whichever replica, so that all count the
+same. A second leg has no prompt, as the first had it; and of a first leg no response counts, as the second begins with
+it.
 
 `tokens` is the same for the account of who used how much (`core.observed.ledger`), whether there are limits or not.
 """
@@ -75,9 +77,10 @@ class Limits:
             response = max(float(ticket.response_tokens), expected_response(request, allowance))
             ticket.reserved_tokens = used - ticket.response_tokens + response
         if not ticket.counted:
-            flow.allowance.take(0.0, used, now)
+            at = ticket.placed_at
+            flow.allowance.take(0.0, used, now, at)
             if allowance is not None:
-                allowance.take(1.0, ticket.reserved_tokens, now)
+                allowance.take(1.0, ticket.reserved_tokens, now, at)
 
     def progress(self, ticket: Ticket, tokens: int, now: float) -> None:
         """Charge more tokens of the response."""
@@ -112,9 +115,9 @@ class Limits:
     def _charge(self, ticket: Ticket, used: float, reserved: float, now: float) -> None:
         flow, allowance = ticket.flow, ticket.placed_state.allowance
         assert flow is not None
-        flow.allowance.take(0.0, used - ticket.used_tokens, now)
+        flow.allowance.take(0.0, used - ticket.used_tokens, now, ticket.placed_at)
         if allowance is not None:
-            allowance.take(0.0, reserved - ticket.reserved_tokens, now)
+            allowance.take(0.0, reserved - ticket.reserved_tokens, now, ticket.placed_at)
         ticket.used_tokens, ticket.reserved_tokens = used, reserved
 
     def tokens(self, ticket: Ticket, usage: Usage | None) -> Counts:

@@ -107,3 +107,29 @@ def test_a_bucket_fills_evenly_and_holds_a_minutes_worth() -> None:
     assert bucket.used(110.0) == pytest.approx(50.0)
     assert bucket.used(1000.0) == 0.0
     assert bucket.wait_s(61.0, 1000.0) == 0.0, "more than it holds waits for a full one"
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        [(0.0, 50.0, 0.25)],
+        [(0.0, 10.0, 0.25), (0.02, 10.0, 0.25), (0.2, 10.0, 0.25)],
+        [(0.1, 30.0, 0.1), (0.0, 5.0, 0.25), (0.05, 20.0, 0.25)],
+        [(0.0, 10.0, 0.0), (0.2, 30.0, 0.2), (0.0, 15.0, 2.0), (0.15, 5.0, 2.0)],
+        [(0.0, 40.0, 0.25), (0.0, -30.0, 2.0)],
+        [(0.0, 90.0, 0.25), (0.0, -10.0, 2.0), (1.0, 80.0, 1.0)],
+        [(0.0, 60.0, 0.0), (0.0, -50.0, 2.0), (0.5, 30.0, 0.5)],
+    ],
+    ids=["one", "several", "after one that was known", "more of it", "less of it", "still not full", "was full since"],
+)
+def test_when_an_amount_is_told_makes_no_difference(told: list[tuple[float, float, float]]) -> None:
+    """Each amount is of a time, and told at another. 100 are refilled in a second."""
+    known, late = Bucket(6000.0, 0.0), Bucket(6000.0, 0.0)
+    sums = {at: sum(amount for when, amount, _ in told if when == at) for at, _, _ in told}
+    for at, amount in sorted(sums.items()):
+        known.take(amount, at)
+    for at, amount, heard in sorted(told, key=lambda one: one[2]):
+        late.used(heard)
+        late.take(amount, at)
+    for now in (2.0, 2.1, 3.0):
+        assert late.used(now) == pytest.approx(known.used(now), abs=1e-6)

@@ -204,8 +204,7 @@ class World:
             for one in self.replicas:
                 state = list(one.balancer.endpoints.members())[number]
                 assert state.allowance is not None
-                # The other replica tells the first requests up to TICK_S later, and so long a full limit stays full.
-                off = (0.001 if kind == "told" else 0.1) * MINUTE_TOKENS + TICK_S * MINUTE_TOKENS / MINUTE_S
+                off = (0.001 if kind == "told" else 0.1) * MINUTE_TOKENS
                 of_flow = one.balancer._flows.of(kind, self.now).allowance
                 for minute in (state.allowance.use(self.now).tokens, of_flow.use(self.now).tokens):
                     assert minute == pytest.approx(MINUTE_TOKENS - level, abs=off), (kind, one.name)
