@@ -122,7 +122,7 @@ def _asked_for(credentials: Credentials) -> str:
 
 
 def _rules(settings: Settings) -> str:
-    """What happens to an endpoint that fails, and to one that comes back."""
+    """What happens to an endpoint that fails, and to one that comes back; and what requests are told more."""
     breaker, slow_start = settings.breaker, settings.health.slow_start
     failures = f"{breaker.consecutive_failures} failures in a row" if breaker.consecutive_failures else ""
     rate = f"less than {breaker.success_rate:.0%} successful responses" if breaker.success_rate else ""
@@ -130,7 +130,9 @@ def _rules(settings: Settings) -> str:
     times = f"for {breaker.ejection:g} s, then longer, {breaker.max_ejection:g} s at most"
     ejected = f"{why} eject an endpoint {times}" if why else "no endpoint is ejected for failures"
     back = f"its share grows for {slow_start:g} s" if slow_start else "it has a full share at once"
-    return f"Routing by {settings.routing.policy}; {ejected}; when it returns, {back}."
+    usage = {"auto": "where a limit of tokens or `continue` applies", "always": "always", "never": "never"}
+    asked = f"Servers are asked for the usage of streams: {usage[settings.usage.ask]}."
+    return f"Routing by {settings.routing.policy}; {ejected}; when it returns, {back}.\n{asked}"
 
 
 async def _replicas(settings: ReplicasSettings) -> Text:

@@ -305,6 +305,13 @@ def test_what_happens_to_an_endpoint_that_fails() -> None:
     assert "no endpoint is ejected for failures; when it returns, it has a full share at once." in output
 
 
+def test_which_streams_are_asked_for_their_usage() -> None:
+    _, output = checked({"/health": OK})
+    assert "Servers are asked for the usage of streams: where a limit of tokens or `continue` applies." in output
+    _, output = checked({"/health": OK}, settings="usage: {ask: never}")
+    assert "Servers are asked for the usage of streams: never." in output
+
+
 def test_names_from_servers_cannot_steer_the_terminal() -> None:
     adapters = "vllm:num_requests_running 1\n" + 'vllm:lora_requests_info{running_lora_adapters="x\x1b[2Jy"} 1\n'
     _, output = checked({"/health": OK, "/v1/models": model_list("b[red]c"), "/metrics": page(adapters.encode())})

@@ -4,9 +4,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
+import re
 import signal
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,10 +22,10 @@ from lbproxy.commands.cli import main
 from tests.support.aio import run, until
 from tests.support.load import Load, load
 from tests.support.ports import free_port
-from tests.support.process import Process, mock
+from tests.support.process import Process, lbproxy, mock
 from tests.support.redis_failures import FAILURES
 from tests.support.redis_server import PROGRAMS, needs_redis, redis_server, use
-from tests.support.replica_pool import NOTICED_S, pool
+from tests.support.replica_pool import NOTICED_S, One, pool
 from tests.support.rig import RawClient, post
 
 pytestmark = [needs_redis, pytest.mark.timeout(240)]
@@ -123,6 +128,90 @@ def test_tokens_are_those_of_all_replicas_also_of_dead_ones(tmp_path: Path, caps
         assert [used(admin) for admin in admins[:2]] == own[:2]
         assert main(["usage", "--admin", admins[0]]) == 0
         assert "of one replica" in capsys.readouterr().out
+
+
+def test_tokens_are_counted_once_with_workers_replicas_and_restarts(tmp_path: Path) -> None:
+    """By each API, streamed or not, by what servers report; nothing but the store keeps them. 10,000 by hand."""
+    requests = int(os.environ.get("LBPROXY_TEST_REQUESTS", "300"))
+    reported: Counter[str] = Counter()
+    with ExitStack() as stack:
+        redis = stack.enter_context(redis_server(tmp_path))
+        servers = [stack.enter_context(mock("--model", "sim", "--speed", "50"))[1] for _ in range(2)]
+
+        def start(number: int) -> One:
+            folder = tmp_path / f"lb{number}"
+            folder.mkdir(exist_ok=True)
+            more = (
+                f"replicas: {{url: '{redis.url}', name: lb{number}}}\nflows: {{header: true}}\nworkers: {2 - number}\n"
+            )
+            one = One(*stack.enter_context(lbproxy(folder, servers, more)))
+            one.process.wait_for(r"(?s)serves sim.*serves sim")
+            one.process.wait_for("connected to")
+            return one
+
+        members = [start(0), start(1)]
+        taking = list(members)
+
+        def ask(number: int) -> tuple[str, int]:
+            flow, (path, request) = f"f{number % 3}", _mixed(number)
+            for attempt in range(4):
+                url = taking[(number + attempt) % len(taking)].url
+                with contextlib.suppress(httpx.ConnectError):  # it has just stopped
+                    response = httpx.post(
+                        f"{url}/v1/{path}", json=request, headers={"x-lbproxy-flow": flow}, timeout=60
+                    )
+                    assert response.status_code == 200, response.text
+                    return flow, _told(response.text)
+            raise AssertionError("nobody listens")
+
+        with ThreadPoolExecutor(8) as clients:
+            sent = [clients.submit(ask, number) for number in range(requests)]
+            for number in (0, 1):
+                while sum(one.done() for one in sent) < (number + 1) * requests // 3:
+                    time.sleep(0.05)
+                taking[:] = [members[1 - number]]
+                assert members[number].process.stop() == 0
+                members[number] = start(number)
+                taking[:] = members
+            for flow, tokens in (one.result() for one in sent):
+                reported[flow] += tokens
+        end = time.monotonic() + NOTICED_S
+        while True:
+            rows = [httpx.get(f"{one.admin}/admin/usage", timeout=10).json()["rows"] for one in members]
+            counted = [Counter[str](), Counter[str]()]
+            for mine, theirs in zip(counted, rows, strict=True):
+                for row in theirs:
+                    mine[row["flow"]] += row["prompt_uncached"] + row["prompt_cached"] + row["completion"]
+            if counted == [reported, reported]:
+                break
+            assert time.monotonic() < end, (counted, reported)
+        print(f"{requests} requests, {reported.total()} tokens reported, {counted[0].total()} counted")
+        assert sum(row["estimated"] for row in rows[0]) == 0
+
+
+def _mixed(number: int) -> tuple[str, dict[str, object]]:
+    """The path and body of a request that tells its usage."""
+    text, tokens, stream = f"{number} " + "word " * (number % 90), 1 + number % 40, number % 5 < 3
+    said: dict[str, object] = {"model": "sim", "max_tokens": tokens, "stream": stream}
+    asks = {"stream_options": {"include_usage": True}} if stream else {}
+    messages = {"messages": [{"role": "user", "content": text}]}
+    match number % 7:
+        case 0 | 1:
+            return "completions", said | asks | {"prompt": text}
+        case 2 | 3:
+            return "chat/completions", said | asks | messages
+        case 4:
+            return "messages", said | messages
+        case 5:
+            return "responses", {"model": "sim", "input": text, "max_output_tokens": tokens, "stream": stream}
+    return "embeddings", {"model": "sim", "input": text}
+
+
+def _told(response: str) -> int:
+    """The tokens of a response, as its server reports them: the last number of each kind."""
+    prompt = re.findall(r'"(?:prompt|input)_tokens": ?(\d+)', response)
+    completion = re.findall(r'"(?:completion|output)_tokens": ?(\d+)', response)
+    return int(prompt[-1]) + int(completion[-1] if completion else 0)
 
 
 def test_a_limit_of_requests_holds_over_replicas(tmp_path: Path) -> None:
