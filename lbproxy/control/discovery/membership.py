@@ -35,9 +35,9 @@ believed again."""
 JOINED_AT_ONCE: Final = 100
 """Endpoints that join in the same turn of the loop."""
 MANY: Final = 100
-PAUSE_S: Final = 0.002
-"""Of a set of more than `MANY` endpoints, between two changes, for each endpoint: a change takes some µs for each, so
-all together take a few thousandths of the time."""
+PAUSE_S: Final = 0.0025
+"""Of a set of more than `MANY` endpoints, between two changes, for each endpoint: a change takes 4 to 5 µs for each, so
+all together take 2 ms of a second."""
 AT_ONCE = 4
 """Endpoints whose loops begin in the same turn: dialling takes up to 1 ms each."""
 ENDED_AT_ONCE = 50
