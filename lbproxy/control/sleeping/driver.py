@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections import Counter
 from typing import Final
 
@@ -27,9 +28,11 @@ from lbproxy.net.connections.pool import ConnectionPool
 logger = logging.getLogger("lbproxy")
 
 TICK_S: Final = 0.1
-"""The interval of decisions, of those that take long several: so much longer takes a wake for the first request."""
+"""The least interval of decisions: so much longer takes a wake for the first request."""
 REST_S: Final = 1.0
-"""The interval of decisions where no endpoint may sleep."""
+"""The longest one, and that where no endpoint may sleep."""
+SHARE: Final = 0.002
+"""Of a CPU that all decisions take. One for 1,000 servers, 100 of which are waited for, takes .7 ms if compiled."""
 POLL_S: Final = 1.0
 """A server is asked so often whether it sleeps: somebody else may wake it, or put it to sleep."""
 POLL_UNKNOWN_S: Final = 0.2
@@ -80,11 +83,13 @@ class SleepDriver:
         """Decide and carry out for ever: a loop for `supervise`."""
         async with asyncio.TaskGroup() as tasks:
             while True:
+                began = time.thread_time()
                 orders = self._sleepers.decide(self._runtime.now())
+                rest_s = min(max(TICK_S, (time.thread_time() - began) / SHARE), REST_S)
                 self._tell()
                 for order in orders:
                     tasks.create_task(self._carry_out(order))
-                await asyncio.sleep(self._sleepers.rest * TICK_S if self._sleepers.is_needed else REST_S)
+                await asyncio.sleep(rest_s if self._sleepers.is_needed else REST_S)
 
     async def follow(self, endpoint: Endpoint) -> None:
         """Ask one server for ever whether it sleeps: a loop for `supervise`."""

@@ -58,10 +58,6 @@ SCALE_UNKNOWN_S: Final = 10.0
 """The least wait for one more server if it is not known how long a wake takes."""
 LOOKED_AT: Final = 50
 """Servers that are looked at in one decision, of those of which nothing is expected: 1,000 within two seconds."""
-AT_ONCE: Final = 1800
-"""What one decision may go through before it has to rest: a waiting request counts once, a need or a server ten times.
-So at 1,000 servers all decisions take 2 ms of a second at most, compiled."""
-MAX_REST: Final = 10
 REFUSED_S: Final = 30.0
 """For so long, a request that was refused because a wake takes too long, or overflowed, counts as one that waits:
 clients try again, and others come."""
@@ -116,8 +112,6 @@ class Sleepers:
         """Requests that waited for a wake, so far."""
         self.is_closing = False
         """lbproxy stops: requests that wait are still served, but nothing is put to sleep any more."""
-        self.rest = 1
-        """In so many ticks the next decision is due: after one that took long, in several."""
         self._endpoints, self._queue, self._owner = endpoints, queue, owner
         self._servers = Servers(endpoints, changed)
         self._looks = 0
@@ -241,9 +235,7 @@ class Sleepers:
     # Decisions
 
     def decide(self, now: float) -> list[Order]:
-        """What is to be done now. Call it every `rest` ticks, of which there are several in a second. O(waiting
-        requests).
-        """
+        """What is to be done now. O(waiting requests)."""
         orders: list[Order] = []
         self._follow_lists(now)
         if not self.is_needed:
@@ -259,8 +251,6 @@ class Sleepers:
         self._tried.clear()
         for need in needs:
             self._meet(need, orders, now)
-        gone_through = len(self._queue) + 10 * (len(needs) + len(self._looked))
-        self.rest = min(1 + gone_through // AT_ONCE, MAX_REST)
         idle = [one for one in looked if one.may_fall_asleep(now)]
         if idle and not self.is_closing:
             wanted = {one.url for need in needs for one in self._servers.able(need)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -12,12 +13,12 @@ from dataclasses import replace
 import pytest
 
 from lbproxy.control.sleeping import calls
-from lbproxy.control.sleeping.driver import SleepDriver
+from lbproxy.control.sleeping.driver import SHARE, SleepDriver
 from lbproxy.core.endpoints.credentials import ApiKey
 from lbproxy.core.endpoints.endpoint import ColdStart, SleepSpec
 from lbproxy.core.engines.server_info import is_silent, read_state
 from lbproxy.core.sleeping.phase import Phase
-from lbproxy.core.sleeping.sleepers import Task
+from lbproxy.core.sleeping.sleepers import Order, Task
 from tests.control.rig import Rig, model_list, rig, running, spec
 from tests.support.aio import run, until
 from tests.support.endpoint import OK, Received, Script, ScriptedEndpoint, Wire, answer, hang, reset
@@ -218,6 +219,29 @@ def test_nothing_is_woken_beside_a_server_that_somebody_woke_a_moment_ago() -> N
                 assert sleepers.phase_of(pool.endpoints[1].uid) is Phase.AWAKE
 
     run(main())
+
+
+def test_decisions_that_take_long_are_rare() -> None:
+    """Of a fleet of thousands: together they take a small share of the CPU."""
+    made: list[float] = []
+
+    async def body(site: Site) -> None:
+        class Slow:
+            is_needed, transitions = True, ()
+
+            def decide(self, _now: float) -> list[Order]:
+                made.append(time.monotonic())
+                until_s = time.thread_time() + 0.0015
+                while time.thread_time() < until_s:
+                    pass
+                return []
+
+        site.driver._sleepers = Slow()  # type: ignore[assignment]
+        async with running(site.driver.run):
+            await until(lambda: len(made) == 3)
+        assert made[2] - made[0] >= 2 * 0.0015 / SHARE
+
+    drive(body, {})
 
 
 @pytest.mark.parametrize("path", ["", "/", "/start?a=1"])
