@@ -340,7 +340,7 @@ class Exchange(HeadReceiver, ABC):
             self._asks_again(ticket, head, body) or self._retry_elsewhere(head.status, body, head)
         ):
             return
-        body = without_usage(self.request, head, body)
+        said, body = body, without_usage(self.request, head, body)
         if self.head_sent_by is not None:
             if self.head_sent_by.has_moved or not can_continue(head):
                 self._cannot_continue(head, body)
@@ -359,7 +359,7 @@ class Exchange(HeadReceiver, ABC):
         transport = self.client.transport
         if transport is not None and not transport.is_closing():
             transport.write(response)
-        usage = self._shared.used.of_body(record, ticket, self.request.route, head, body)
+        usage = self._shared.used.of_body(record, ticket, self.request.route, head, said)
         note_stored(runtime, ticket, self.request, head, body)
         # The time of an error shows nothing of the endpoint's speed.
         runtime.answered(ticket, Outcome.COMPLETED, usage, began=bool(body) and head.status < 300, now=now)

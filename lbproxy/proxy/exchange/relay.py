@@ -56,6 +56,7 @@ from lbproxy.proxy.exchange.opening import Opening
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.forwarding import Peer
 from lbproxy.proxy.request.headers import client_head
+from lbproxy.proxy.request.routes import Route
 
 HOLD_HEAD_S: Final = 0.25
 """How long the head of a stream waits for a first event. Clients would notice a longer delay."""
@@ -187,21 +188,8 @@ class Relay(PayloadWatcher):
         ends_by_close = not head.chunked and head.length is None
         self.client_reusable = turn.keep_alive and not http10 and (self._chunked or not ends_by_close)
         route = turn.request.route
-        is_lines = route.engine is not None and b"ndjson" in head.content_type
-        is_stream = is_lines or b"text/event-stream" in head.content_type
-        self._scanner = (
-            LineScanner()
-            if is_lines and not head.encoded
-            else EventScanner(
-                watch_finish=ends_by_close,
-                skip_preamble=route.skips_preamble,
-                measures=True,
-                native=route.is_native,
-                trusts=route.flatten is None,
-            )
-            if is_stream and not head.encoded
-            else None
-        )
+        is_stream = _is_stream(head, route)
+        self._scanner = stream_scanner(head, route, watch_finish=ends_by_close)
         stores = self._ticket.request.stores and head.status < 300
         is_text = is_json(head) and not is_stream
         self._body = BodyScanner(native=route.is_native, shows=stores and route.flatten is None) if is_text else None
@@ -652,6 +640,25 @@ def broken(timed_out: bool, events: int) -> LbError:
     if timed_out:
         return LbError(Outcome.UPSTREAM_TIMEOUT, f"the model server sent nothing for too long, after {events} events")
     return LbError(Outcome.UPSTREAM_RESET, f"upstream connection lost after {events} events")
+
+
+def stream_scanner(head: ResponseHead, route: Route, *, watch_finish: bool) -> LineScanner | EventScanner | None:
+    """What reads a response that is a stream; None: it is none, or compressed."""
+    if head.encoded or not _is_stream(head, route):
+        return None
+    if b"ndjson" in head.content_type:
+        return LineScanner()
+    return EventScanner(
+        watch_finish=watch_finish,
+        skip_preamble=route.skips_preamble,
+        measures=True,
+        native=route.is_native,
+        trusts=route.flatten is None,
+    )
+
+
+def _is_stream(head: ResponseHead, route: Route) -> bool:
+    return b"text/event-stream" in head.content_type or (route.engine is not None and b"ndjson" in head.content_type)
 
 
 def is_json(head: ResponseHead) -> bool:

@@ -18,7 +18,7 @@ from lbproxy.core.responses.usage import read_usage
 from lbproxy.driver.request_runtime import RequestRuntime
 from lbproxy.net.connections.h1 import ResponseHead
 from lbproxy.net.connections.pool import Connection
-from lbproxy.proxy.exchange.relay import Relay, RelayOwner, Requester, can_continue, is_json
+from lbproxy.proxy.exchange.relay import Relay, RelayOwner, Requester, can_continue, is_json, stream_scanner
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.reading import with_usage
 from lbproxy.proxy.request.routes import Route
@@ -58,7 +58,12 @@ class UsedTokens:
         self, record: RequestRecord, ticket: Ticket, route: Route, head: ResponseHead, body: bytes
     ) -> Usage | None:
         """Of a response that came complete."""
-        usage = read_usage(body, native=route.is_native) if is_json(head) else None
+        scanner = stream_scanner(head, route, watch_finish=False)
+        if scanner is not None:
+            scanner.feed(body, 0, len(body))
+            usage = scanner.usage
+        else:
+            usage = read_usage(body, native=route.is_native) if is_json(head) else None
         completion = None
         if usage is not None:
             usage = _note_usage(record, ticket, usage)

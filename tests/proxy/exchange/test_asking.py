@@ -404,6 +404,7 @@ def test_a_stream_with_a_length_is_like_any_other(at_once: bool) -> None:
             for version in ("1.1", "1.0"):
                 reply = await asyncio.wait_for(it.ask(asking(version=version)), 10)
                 assert reply.body == UNASKED
+            assert await used(it, 2) == await used(it, 3) == USED
 
     run(main())
 
