@@ -70,12 +70,15 @@ from lbproxy.sim.workloads.catalogue import (
     takes_trace,
     workload_parameters,
 )
-from lbproxy.sim.workloads.traces import TraceError, TraceRow, read_azure, read_mooncake
+from lbproxy.sim.workloads.traces import TraceError, TraceRow, read_azure, read_bailian, read_burstgpt, read_mooncake
 from lbproxy.sim.workloads.workload import Clients, Job, Source, Workload
 
 _TRACE_READERS: Mapping[str, Callable[[Iterable[str]], list[TraceRow]]] = {
     "mooncake": read_mooncake,
     "azure": read_azure,
+    "toolagent": read_mooncake,
+    "burstgpt": read_burstgpt,
+    **dict.fromkeys(("bailian-chat", "bailian-business", "bailian-thinking", "bailian-coder"), read_bailian),
 }
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from itertools import groupby
 from pathlib import Path
 from typing import get_args
 
@@ -268,11 +269,13 @@ def test_example_of_the_documentation_says_what_comes_out(tmp_path: Path, capsys
 
 
 def test_documentation_has_every_workload() -> None:
+    """Those in a row with the same parameters together."""
     lines = []
-    for name, make in WORKLOADS.items():
-        about = " ".join((make.__doc__ or "").partition("\n\n")[0].split())
-        parameters = ", ".join(f"{key} {value:g}" for key, value in workload_parameters(name).items())
-        lines.append(f"- **{name}**: {about} `{parameters}`\n")
+    for parameters, names in groupby(WORKLOADS, workload_parameters):
+        shown = ", ".join(f"{key} {value:g}" for key, value in parameters.items())
+        abouts = {name: (WORKLOADS[name].__doc__ or "").partition("\n\n")[0].split() for name in names}
+        about = (f"**{name}**: {' '.join(words)}" for name, words in abouts.items())
+        lines.append(f"- {' '.join(about)} `{shown}`\n")
     expect_generated(DOCS / "simulator.md", "workloads", "".join(lines))
 
 

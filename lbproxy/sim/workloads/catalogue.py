@@ -3,7 +3,8 @@
 
 `WORKLOADS` is the table; `make_workload` builds one by name and checks the parameters' names. Sources: the ladder is
 llm-d's published prefix-cache benchmark; the mixes are the usual shapes of traffic (chat, agents, bursts, long
-documents, adapters) at loads around saturation of eight servers; the traces are `traces.py`'s.
+documents, adapters) at loads around saturation of eight servers; the traces are `traces.py`'s, the traffic of other
+services `published.py`'s, AgentX `coding_agents.py`'s.
 
 Rates are requests a second, times seconds, lengths tokens.
 """
@@ -13,11 +14,12 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+from functools import partial
 from typing import TypeAlias
 
 from lbproxy.sim.workloads.coding_agents import Coding, CodingAgents
 from lbproxy.sim.workloads.prompts import Piece
+from lbproxy.sim.workloads.published import TRAFFIC, ServiceTraffic, generate
 from lbproxy.sim.workloads.traces import TraceRow, azure_like, mooncake_like, replay
 from lbproxy.sim.workloads.workload import (
     Arrival,
@@ -29,6 +31,7 @@ from lbproxy.sim.workloads.workload import (
     fresh_ids,
     lognormal,
     poisson,
+    popularity,
 )
 
 LADDER_RATES = (3, 10, 15, 20, 22, 25, 30, 35, 40, 43, 46, 49, 52, 55, 57, 60)
@@ -59,8 +62,8 @@ def ladder(  # noqa: PLR0913 - parameters with defaults, named by users
     independent: int = 0,
     fresh: int = 0,
 ) -> Workload:
-    """llm-d's ladder: groups with a long system prompt each, a few questions asked again and again, at rates that
-    climb from step to step, drained in between.
+    """llm-d's ladder: groups with a long system prompt each, the same questions again and again, at rates that rise by
+    steps, drained in between.
 
     The questions come in one shuffled order, over and over, as in inference-perf; `independent` 1 draws each by itself
     instead, and `fresh` 1 makes each question a new one, so that only system prompts are shared. `first_rate` and
@@ -101,25 +104,20 @@ def own(  # noqa: PLR0913
     begin_s: float = 0.0,
 ) -> Workload:
     """Poisson arrivals of your own sizes: `prompt_tokens` (the first `shared_tokens` are one of `groups` system
-    prompts, the popularity of the n-th as n to the power of minus `skew`) and `output_tokens`; with `spread`,
+    prompts, popular as their number to the power of minus `skew`) and `output_tokens`; with `spread`,
     lognormal with that sigma.
     """
     rng = random.Random(f"{seed}:own")
     ids = fresh_ids()
-    popularity = _popularity(groups, skew) if skew else None
+    weights = popularity(groups, skew) if skew else None
     arrivals: list[Arrival] = []
     for number, at in enumerate(poisson(rng, rate, duration_s)):
-        group = rng.randrange(groups) if popularity is None else rng.choices(range(groups), cum_weights=popularity)[0]
+        group = rng.randrange(groups) if weights is None else rng.choices(range(groups), cum_weights=weights)[0]
         private = Piece(ids(), lognormal(rng, max(1, prompt_tokens - shared_tokens), spread, at_most=100_000))
         prompt = (Piece(group, shared_tokens), private) if shared_tokens else (private,)
         answer = Piece(ids(), lognormal(rng, output_tokens, spread, at_most=8000))
         arrivals.append((begin_s + at, Job(str(number), prompt, answer)))
     return OpenLoop([arrivals])
-
-
-def _popularity(things: int, skew: float) -> list[float]:
-    """As cumulative weights: of the n-th, n to the power of minus `skew`."""
-    return list(accumulate((number + 1) ** -skew for number in range(things)))
 
 
 def one_prefix(
@@ -200,7 +198,7 @@ def lora(
     output_tokens: int = 150,
     duration_s: float = 180.0,
 ) -> Workload:
-    """Adapters of which the first third gets 60 % of the requests, the second 30 %, the last 10 %.
+    """The first third of the adapters gets 60 % of the requests, the second 30 %, the last 10 %.
 
     They are called as `adapter_names` says.
     """
@@ -231,7 +229,7 @@ def chat(
     think_s: float = 8.0,
     duration_s: float = 240.0,
 ) -> Workload:
-    """People who chat: sessions that grow by a short turn and a response, in one of a few apps. Closed loop."""
+    """Sessions that grow by a short turn and a response, in one of a few apps. Closed loop."""
     conversation = Conversation(
         users=users,
         apps=apps,
@@ -256,7 +254,7 @@ def agents(
     max_context: int = 120_000,
     duration_s: float = 240.0,
 ) -> Workload:
-    """Agents: one long system prompt, and a context that grows by long results up to `max_context`. Closed loop."""
+    """One long system prompt, and a context that grows by long results up to `max_context`. Closed loop."""
     conversation = Conversation(
         users=users,
         shared_tokens=shared_tokens,
@@ -285,7 +283,7 @@ def coding_agents(  # noqa: PLR0913
     duration_s: float = 600.0,
     warm_up_s: float = 150.0,
 ) -> Workload:
-    """Coding agents: sessions of 20 to 100 turns. Closed loop. The first `warm_up_s` do not count."""
+    """Sessions of 20 to 100 turns. Closed loop. The first `warm_up_s` do not count."""
     coding = Coding(
         sessions=sessions,
         projects=projects,
@@ -314,56 +312,103 @@ def documents(  # noqa: PLR0913
     output_tokens: int = 35,
     duration_s: float = 180.0,
 ) -> Workload:
-    """Short questions about long documents, lengths evenly between two, the popularity of the n-th as n to the
-    power of minus `skew`.
-    """
+    """Short questions about long documents, lengths evenly between two, popularity as with `own`."""
     rng = random.Random(f"{seed}:documents")
     ids = fresh_ids()
     texts = [Piece(number, rng.randint(shortest, longest)) for number in range(documents)]
-    popularity = _popularity(documents, skew)
+    weights = popularity(documents, skew)
     arrivals: list[Arrival] = []
     for number, at in enumerate(poisson(rng, rate, duration_s)):
-        (text,) = rng.choices(texts, cum_weights=popularity)
+        (text,) = rng.choices(texts, cum_weights=weights)
         question = Piece(ids(), lognormal(rng, question_tokens, 0.5))
         answer = Piece(ids(), lognormal(rng, output_tokens, 0.35, at_most=100))
         arrivals.append((at, Job(str(number), (text, question), answer)))
     return OpenLoop([arrivals])
 
 
-def mooncake(
+def agentx(  # noqa: PLR0913
     seed: int,
     *,
-    rows: Sequence[TraceRow] | None = None,
-    speedup: float = 2.0,
+    sessions: int = 24,
+    turns: int = 45,
+    compact_at: int = 875_000,
+    person_s: float = 84.0,
     duration_s: float = 600.0,
-    max_context: int = 130_000,
+    warm_up_s: float = 150.0,
 ) -> Workload:
-    """Mooncake's conversations, so many times as fast."""
-    found = mooncake_like(seed) if rows is None else rows
-    return replay(found, seed=seed, speedup=speedup, max_context=max_context, duration_s=duration_s)
+    """SemiAnalysis' AgentX: as `coding-agents`, with longer contexts and more sub-agents."""
+    coding = Coding(
+        sessions=sessions,
+        projects=8,
+        turns=turns,
+        most_turns=400,
+        result_tokens=5000,
+        output_tokens=444,
+        compact_at=compact_at,
+        tool_s=0.3,
+        person_share=0.11,
+        person_s=person_s,
+        delegate=0.012,
+        most_sub_agents=4,
+        duration_s=duration_s,
+        warm_up_s=warm_up_s,
+        ramp_s=min(60.0, duration_s / 4),
+    )
+    return CodingAgents(coding, seed)
 
 
-def azure(
-    seed: int,
-    *,
-    rows: Sequence[TraceRow] | None = None,
-    speedup: float = 8.0,
-    duration_s: float = 300.0,
-    max_context: int = 130_000,
-) -> Workload:
-    """Azure's conversations, which share nothing, so many times as fast."""
-    found = azure_like(seed) if rows is None else rows
-    return replay(found, seed=seed, speedup=speedup, max_context=max_context, duration_s=duration_s)
+Made: TypeAlias = Callable[..., Workload]
+"""Of `seed`, `speedup`, `duration_s` and `max_context`."""
+
+
+def _replayed(of: str, made: Made, *, fast: float, lasts_s: float) -> Callable[..., Workload]:
+    """A workload that replays rows or, without any, is `made`. `fast` and `lasts_s`: defaults."""
+
+    def workload(
+        seed: int,
+        *,
+        rows: Sequence[TraceRow] | None = None,
+        speedup: float = fast,
+        duration_s: float = lasts_s,
+        max_context: int = 130_000,
+    ) -> Workload:
+        if rows is None:
+            return made(seed=seed, speedup=speedup, duration_s=duration_s, max_context=max_context)
+        return replay(rows, seed=seed, speedup=speedup, max_context=max_context, duration_s=duration_s)
+
+    workload.__doc__ = of
+    return workload
+
+
+def _made(traffic: ServiceTraffic) -> Callable[..., Workload]:
+    """A workload of which there is no file to replay."""
+
+    def workload(seed: int, *, speedup: float = 1.0, duration_s: float = 600.0, max_context: int = 130_000) -> Workload:
+        return generate(traffic, seed=seed, speedup=speedup, duration_s=duration_s, max_context=max_context)
+
+    workload.__doc__ = f"{traffic.of}."
+    return workload
+
+
+def _stand_in(rows: Callable[[int], Sequence[TraceRow]]) -> Made:
+    return lambda seed, **parameters: replay(rows(seed), seed=seed, **parameters)
 
 
 WORKLOADS: Mapping[str, Callable[..., Workload]] = {
     "own": own,
     "ladder": ladder,
-    "mooncake": mooncake,
-    "azure": azure,
+    "mooncake": _replayed("Mooncake's conversations.", _stand_in(mooncake_like), fast=2.0, lasts_s=600.0),
+    "azure": _replayed("Azure's conversations, which share nothing.", _stand_in(azure_like), fast=8.0, lasts_s=300.0),
+    **{
+        name: _made(traffic)
+        if name.startswith("chutes")
+        else _replayed(f"{traffic.of}.", partial(generate, traffic), fast=1.0, lasts_s=600.0)
+        for name, traffic in TRAFFIC.items()
+    },
     "chat": chat,
     "agents": agents,
     "coding-agents": coding_agents,
+    "agentx": agentx,
     "one-prefix": one_prefix,
     "bursts": bursts,
     "long-prompts": long_prompts,

@@ -23,6 +23,8 @@ Sizes and times are lognormal around medians, bounded. Where they come from:
   to 15,400, notes of the project up to 4,300. SemiAnalysis' traces (cc-traces-weka-042026): tools 12,439 to 12,974
   tokens and system prompts 2,771 to 4,243 in the rows that the data set's page shows.
 - Claude Code compacts at about 83.5 % of the context window (its issue 31806); 109,000 is that share of 131,072.
+- vLLM's blog of 2026-09-08 about SemiAnalysis' AgentX, for `agentx`: medians of 43 turns a session, 142,000 tokens in
+  and 444 out, over 96 % of the prompts cached, sub-agents in 44 % of the sessions, there 4 (median).
 - novita/agentic_code_dataset_22 (22 sessions of Claude Code): 26.2 % of the calls are those of Explore sub-agents.
 
 Assumptions, as no source was found: sigma of the output's length; 20 to 100 turns; how many turns a sub-agent has and
@@ -91,7 +93,10 @@ class Coding:
     """At the same time."""
     projects: int
     turns: int
-    """Turns of a usual session; all are between `FEWEST_TURNS` and `MOST_TURNS`."""
+    """Turns of a usual session; all are between `FEWEST_TURNS` and `most_turns`."""
+    most_turns: int = MOST_TURNS
+    result_tokens: int = RESULT_TOKENS
+    output_tokens: int = OUTPUT_TOKENS
     compact_at: int
     """A prompt of more tokens is compacted."""
     tool_s: float
@@ -100,6 +105,8 @@ class Coding:
     person_s: float
     delegate: float
     """Share of a session's turns that start sub-agents."""
+    most_sub_agents: int = MOST_SUB_AGENTS
+    """That start at a time."""
     duration_s: float
     """No request is sent after so long."""
     warm_up_s: float
@@ -197,7 +204,7 @@ class CodingAgents:
         agent = self._agent(user, name, name)
         project = agent.rng.randrange(self._coding.projects)
         agent.head = (*agent.head, Piece(_FIRST_NOTES + project, NOTES_TOKENS))
-        agent.turns = _turns(agent.rng, self._coding.turns, TURNS_SIGMA, FEWEST_TURNS, MOST_TURNS)
+        agent.turns = _turns(agent.rng, self._coding.turns, TURNS_SIGMA, FEWEST_TURNS, self._coding.most_turns)
         agent.add_new(AgentRole.USER, TASK_TOKENS, TASK_SIGMA, TASK_MOST)
         return agent
 
@@ -215,7 +222,7 @@ class CodingAgents:
     def _delegate(self, user: _AgentUser, agent: _Agent, now: float) -> Sequence[Arrival]:
         """Start sub-agents; the session goes on when the last of them has ended."""
         started: list[Arrival] = []
-        agent.reports = [None] * agent.rng.randint(1, MOST_SUB_AGENTS)
+        agent.reports = [None] * agent.rng.randint(1, self._coding.most_sub_agents)
         for place in range(len(agent.reports)):
             sub = self._agent(user, f"{agent.name}-{agent.sent}.{place}", agent.session)
             sub.head, sub.parent, sub.place = agent.head, agent, place
@@ -243,7 +250,7 @@ class CodingAgents:
         if agent.parent is None and draw < coding.delegate + coding.person_share:
             agent.add_new(AgentRole.USER, TASK_TOKENS, TASK_SIGMA, TASK_MOST)
             return self._person(agent.rng)
-        agent.add_new(AgentRole.RESULT, RESULT_TOKENS, RESULT_SIGMA, RESULT_MOST)
+        agent.add_new(AgentRole.RESULT, coding.result_tokens, RESULT_SIGMA, RESULT_MOST)
         return min(TOOL_MOST_S, coding.tool_s * agent.rng.lognormvariate(0.0, TOOL_SIGMA))
 
     def _person(self, rng: random.Random) -> float:
@@ -254,12 +261,15 @@ class CodingAgents:
         for _ in range(turns):
             if self._too_long(agent):
                 self._replace(agent, Piece(next(agent.ids), _summary(agent.rng)))
-            agent.add(AgentRole.ASSISTANT, Piece(next(agent.ids), _output(agent.rng)))
+            agent.add(AgentRole.ASSISTANT, Piece(next(agent.ids), self._output(agent.rng)))
             self._next(agent, agent.rng.uniform(self._coding.delegate, 1.0))
         agent.turns -= turns
 
     def _too_long(self, agent: _Agent) -> bool:
         return size((*agent.head, *agent.said)) > self._coding.compact_at
+
+    def _output(self, rng: random.Random) -> int:
+        return lognormal(rng, self._coding.output_tokens, OUTPUT_SIGMA, at_most=OUTPUT_MOST)
 
     @staticmethod
     def _replace(agent: _Agent, summary: Piece) -> None:
@@ -277,7 +287,7 @@ class CodingAgents:
             agent.compacting = True
             agent.add(AgentRole.USER, Piece(next(agent.ids), SUMMARISE_TOKENS))
         agent.sent += 1
-        tokens = _summary(agent.rng) if agent.compacting else _output(agent.rng)
+        tokens = _summary(agent.rng) if agent.compacting else self._output(agent.rng)
         job = Job(
             f"{agent.name}-{agent.sent}",
             (*agent.head, *agent.said),
@@ -292,10 +302,6 @@ class CodingAgents:
 
 def _turns(rng: random.Random, median: float, sigma: float, fewest: int, most: int) -> int:
     return max(fewest, lognormal(rng, median, sigma, at_most=most))
-
-
-def _output(rng: random.Random) -> int:
-    return lognormal(rng, OUTPUT_TOKENS, OUTPUT_SIGMA, at_most=OUTPUT_MOST)
 
 
 def _summary(rng: random.Random) -> int:

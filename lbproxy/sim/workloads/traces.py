@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorded traffic: the rows of two published traces, their replay, and stand-ins with the same statistics.
+"""Recorded traffic: the rows of published traces, their replay, and stand-ins with the same statistics.
 
 This module is given lines and reads no file. A row that cannot be understood is an error that names its line: a replay
 that silently leaves rows out is another trace.
@@ -8,6 +8,12 @@ that silently leaves rows out is another trace.
   `output_length`, and `hash_ids`, one id for each 512 tokens of the prompt, the last one perhaps partial. Equal ids
   mean equal text *and* equal text before. Timestamps are coarse, so each arrival is moved, by the seed, to somewhere
   before the next timestamp.
+- Qwen-Bailian (alibaba-edu/qwen-bailian-usagetraces-anon, Apache-2.0): JSON lines likewise, `timestamp` in seconds, an
+  id for each 16 tokens, `chat_id` and `parent_chat_id` (-1: a session begins). The ids are those of the prompt as the
+  chat template has it, so there may be some more or less than `input_length` needs: the rest of a prompt is its own.
+- BurstGPT (HPMLL/BurstGPT, CC-BY-4.0): CSV with a header; `Timestamp` in seconds, `Request tokens`, `Response tokens`,
+  in the newest file `Session ID`. Nothing about prefixes: a request of a session with enough tokens is taken to begin
+  with all that was said before. Failures have a response of 0; `BurstGPT_without_fails_*.csv` have none.
 - Azure LLM inference 2023 (Splitwise, ISCA '24, CC-BY): CSV of time, context tokens, generated tokens; nothing about
   prefixes.
 """
@@ -16,18 +22,19 @@ from __future__ import annotations
 
 import csv
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import NamedTuple
 
 import orjson
 
-from lbproxy.sim.workloads.prompts import Piece
+from lbproxy.sim.workloads.prompts import Piece, size
 from lbproxy.sim.workloads.workload import Arrival, Job, OpenLoop, fresh_ids, lognormal, poisson
 
 MOONCAKE_BLOCK_TOKENS = 512
-MAX_ROWS = 1_000_000
-"""The traces have 12,031 and 19,366; more than this is another file."""
+BAILIAN_BLOCK_TOKENS = 16
+MAX_ROWS = 6_000_000
+"""The longest of the traces, BurstGPT's third, has 5,344,021; more than this is another file."""
 MAX_TOKENS = 10_000_000
 """In one row: a prompt longer than any model takes is a typing error."""
 
@@ -44,12 +51,39 @@ class TraceRow(NamedTuple):
     prompt_tokens: int
     output_tokens: int
     blocks: tuple[int, ...] = ()
-    """Ids of the prompt's blocks of 512 tokens; empty: the prompt shares nothing with others."""
+    """Ids of the prompt's blocks; empty: nothing is known of what it shares."""
+    block_tokens: int = MOONCAKE_BLOCK_TOKENS
+    session: str | None = None
 
 
 def read_mooncake(lines: Iterable[str]) -> list[TraceRow]:
     """The rows of a Mooncake trace, in order of time. Raises TraceError."""
     return _read(((number, line) for number, line in enumerate(lines, 1) if line.strip()), _mooncake_row)
+
+
+def read_bailian(lines: Iterable[str]) -> list[TraceRow]:
+    """The rows of a Qwen-Bailian trace, in order of time. Raises TraceError."""
+    sessions: dict[int, str] = {}
+    """By the id of each request, in the order of the file: that of the session's first."""
+
+    def parse(line: str) -> TraceRow:
+        fields = orjson.loads(line)
+        chat, parent = fields["chat_id"], fields.get("parent_chat_id", -1)
+        if not isinstance(chat, int) or not isinstance(parent, int):
+            raise ValueError("chat_id and parent_chat_id must be numbers")
+        sessions[chat] = sessions.get(parent, str(chat))
+        row = _hashed(fields, per_second=1)
+        return row._replace(block_tokens=BAILIAN_BLOCK_TOKENS, session=sessions[chat])
+
+    return _read(((number, line) for number, line in enumerate(lines, 1) if line.strip()), parse)
+
+
+def read_burstgpt(lines: Iterable[str]) -> list[TraceRow]:
+    """The rows of a BurstGPT trace, in order of time. Raises TraceError."""
+    reader = csv.DictReader(lines)
+    if not {"Timestamp", "Request tokens", "Response tokens"} <= set(reader.fieldnames or ()):
+        raise TraceError("line 1: expected a header with Timestamp, Request tokens and Response tokens")
+    return _read(enumerate(reader, 2), _burstgpt_row)
 
 
 def read_azure(lines: Iterable[str]) -> list[TraceRow]:
@@ -61,7 +95,7 @@ def read_azure(lines: Iterable[str]) -> list[TraceRow]:
     return _read(((number, fields) for number, fields in enumerate(reader, 2) if fields), _azure_row)
 
 
-def _read(rows: Iterable[tuple[int, str | list[str]]], parse: Callable[..., TraceRow]) -> list[TraceRow]:
+def _read(rows: Iterable[tuple[int, object]], parse: Callable[..., TraceRow]) -> list[TraceRow]:
     found: list[TraceRow] = []
     for number, row in rows:
         if len(found) == MAX_ROWS:
@@ -77,17 +111,28 @@ def _read(rows: Iterable[tuple[int, str | list[str]]], parse: Callable[..., Trac
 
 
 def _mooncake_row(line: str) -> TraceRow:
-    fields = orjson.loads(line)
-    blocks = fields["hash_ids"]
-    prompt = _tokens(fields["input_length"], "input_length")
+    row = _hashed(orjson.loads(line), per_second=1000)
+    if len(row.blocks) != -(-row.prompt_tokens // MOONCAKE_BLOCK_TOKENS):
+        raise ValueError(f"{row.prompt_tokens} tokens are not {len(row.blocks)} blocks of {MOONCAKE_BLOCK_TOKENS}")
+    return row
+
+
+def _hashed(fields: Mapping[str, object], *, per_second: int) -> TraceRow:
+    blocks, at = fields["hash_ids"], fields["timestamp"]
+    prompt, output = (_tokens(fields[name], name) for name in ("input_length", "output_length"))
     if not isinstance(blocks, list) or not all(isinstance(block, int) and 0 <= block < 2**59 for block in blocks):
         raise ValueError("hash_ids must be a list of numbers")
-    if len(blocks) != -(-prompt // MOONCAKE_BLOCK_TOKENS):
-        raise ValueError(f"{prompt} tokens are not {len(blocks)} blocks of {MOONCAKE_BLOCK_TOKENS}")
-    milliseconds = fields["timestamp"]
-    if not isinstance(milliseconds, int | float) or not 0 <= milliseconds < 1e12:
-        raise ValueError("timestamp must be a time in ms")
-    return TraceRow(milliseconds / 1000, prompt, _tokens(fields["output_length"], "output_length"), tuple(blocks))
+    if not isinstance(at, int | float) or not 0 <= at < 1e12:
+        raise ValueError("timestamp must be a time")
+    return TraceRow(at / per_second, prompt, output, tuple(blocks))
+
+
+def _burstgpt_row(fields: Mapping[str, str]) -> TraceRow:
+    prompt, output = (_tokens(int(fields[name]), name) for name in ("Request tokens", "Response tokens"))
+    at = float(fields["Timestamp"])
+    if not 0 <= at < 1e12:
+        raise ValueError("Timestamp must be a time in seconds")
+    return TraceRow(at, prompt, output, session=fields.get("Session ID") or None)
 
 
 def _azure_row(fields: list[str]) -> TraceRow:
@@ -114,12 +159,16 @@ def replay(
     rng = random.Random(f"{seed}:replay")
     ids = fresh_ids()
     arrivals: list[Arrival] = []
+    said: dict[str, tuple[Piece, ...]] = {}
+    """In each session without blocks."""
     for number, (row, at) in enumerate(zip(rows, _jittered(rows, rng), strict=True)):
         answer = Piece(ids(), row.output_tokens)
-        prompt = _pieces(row) or (Piece(ids(), row.prompt_tokens),)
+        prompt = _prompt(row, said, ids)
+        if row.session is not None and not row.blocks:
+            said[row.session] = (*prompt, answer)
         fits = row.prompt_tokens + row.output_tokens <= max_context
         if fits and (duration_s is None or at / speedup < duration_s):
-            arrivals.append((at / speedup, Job(str(number), prompt, answer)))
+            arrivals.append((at / speedup, Job(str(number), prompt, answer, session=row.session)))
     arrivals.sort(key=lambda arrival: arrival[0])
     return OpenLoop([arrivals])
 
@@ -131,13 +180,17 @@ def _jittered(rows: Sequence[TraceRow], rng: random.Random) -> list[float]:
     return [rng.uniform(row.at_s, after[row.at_s]) for row in rows]
 
 
-def _pieces(row: TraceRow) -> tuple[Piece, ...]:
-    left = row.prompt_tokens
-    pieces: list[Piece] = []
-    for block in row.blocks:
-        pieces.append(Piece(block, min(left, MOONCAKE_BLOCK_TOKENS)))
-        left -= MOONCAKE_BLOCK_TOKENS
-    return tuple(pieces)
+def _prompt(row: TraceRow, said: Mapping[str, tuple[Piece, ...]], ids: Callable[[], int]) -> tuple[Piece, ...]:
+    if row.session is not None and not row.blocks and size(said.get(row.session, ())) < row.prompt_tokens:
+        pieces = list(said.get(row.session, ()))
+    else:
+        starts = range(0, row.prompt_tokens, row.block_tokens)
+        pieces = [
+            Piece(block, min(row.prompt_tokens - start, row.block_tokens))
+            for block, start in zip(row.blocks, starts, strict=False)
+        ]
+    own = row.prompt_tokens - size(pieces)
+    return (*pieces, Piece(ids(), own)) if own else tuple(pieces)
 
 
 def mooncake_like(seed: int, requests: int = 12_031, duration_s: float = 3537.0) -> list[TraceRow]:

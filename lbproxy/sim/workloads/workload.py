@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Protocol
 
 from lbproxy.sim.workloads.prompts import Piece, size
@@ -192,6 +193,24 @@ def poisson(rng: random.Random, rate: float, duration_s: float) -> list[float]:
         times.append(at)
         at += rng.expovariate(rate)
     return times
+
+
+def renewals(rng: random.Random, rate: float, duration_s: float, shape: float) -> list[float]:
+    """Arrival times of so many a second on average, from 0 to `duration_s`, the times between which follow a gamma
+    distribution. The coefficient of variation is `shape` to the power of -1/2; its square is the index of dispersion of
+    counts.
+    """
+    times: list[float] = []
+    at = rng.gammavariate(shape, 1 / (rate * shape))
+    while at < duration_s:
+        times.append(at)
+        at += rng.gammavariate(shape, 1 / (rate * shape))
+    return times
+
+
+def popularity(things: int, skew: float) -> list[float]:
+    """As cumulative weights: of the n-th, n to the power of minus `skew`."""
+    return list(accumulate((number + 1) ** -skew for number in range(things)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,7 +157,7 @@ def test_adapters_are_asked_for_by_thirds() -> None:
 
 def test_traces_replace_the_stand_ins() -> None:
     rows = [TraceRow(0.0, 100, 5), TraceRow(4.0, 700, 6, (1, 2))]
-    for name in ("mooncake", "azure"):
+    for name in ("mooncake", "azure", "toolagent", "bailian-coder", "burstgpt"):
         assert takes_trace(name)
         ((*arrivals,),) = phases(make_workload(name, {"speedup": 2}, seed=1, rows=rows))
         assert [(job.prompt_tokens, job.answer.tokens) for _, job in arrivals] == [(100, 5), (700, 6)]
