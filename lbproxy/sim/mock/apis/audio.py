@@ -20,7 +20,7 @@ from lbproxy.sim.mock.apis.call import (
     prompt_tokens_of,
 )
 from lbproxy.sim.mock.apis.chat import DONE
-from lbproxy.sim.mock.apis.fields import EngineError, Json, dump, invalid, model_of, required, shown
+from lbproxy.sim.mock.apis.fields import Json, bad_request, dump, invalid, model_of, required, server_event, shown
 from lbproxy.sim.mock.apis.media import audio
 
 MAX_PARTS = 64
@@ -68,7 +68,7 @@ def parse(task: str, form: dict[str, bytes]) -> tuple[GenerationCall, AudioForm]
         raise invalid("missing", "body.file", "Field required", shown(dict.fromkeys(form)))
     data = form["file"]
     if not data:
-        raise EngineError(400, "Invalid or unsupported audio file.", "BadRequestError")
+        raise bad_request("Invalid or unsupported audio file.")
     texts = {name: value.decode("utf-8", "replace") for name, value in form.items() if name != "file"}
     prompt = audio(data) + f"<|{task}|>{texts.get('language', '')}{texts.get('prompt', '')}".encode()
     call = GenerationCall(
@@ -87,24 +87,22 @@ def duration(data: bytes) -> float:
     return len(data) / BYTES_PER_SECOND
 
 
-def response_body(form: AudioForm, choice: PlannedChoice) -> bytes:
-    """The complete body of a call that does not stream."""
-    text = choice.answer.text.decode("ascii")
-    if form.verbose:
-        verbose: Json = {"duration": form.seconds, "language": form.language, "text": text}
-        return dump(verbose | {"segments": [], "words": None})
-    if form.task == "translate":
-        return dump({"text": text})
-    return dump({"text": text, "usage": {"type": "duration", "seconds": math.ceil(form.seconds)}})
-
-
-class TranscriptionEvents(Writer):
-    """The server-sent events of one streamed transcription."""
+class TranscriptionWriter(Writer):
+    """One transcription or translation."""
 
     def __init__(self, identity: Identity, form: AudioForm) -> None:
         kind = "transcription.chunk" if form.task == "transcribe" else "translation.chunk"
         self._head = identity.head(kind)
         self._form = form
+
+    def whole(self, choices: Sequence[PlannedChoice], cached_tokens: int) -> bytes:
+        text, form = choices[0].answer.text.decode("ascii"), self._form
+        if form.verbose:
+            verbose: Json = {"duration": form.seconds, "language": form.language, "text": text}
+            return dump(verbose | {"segments": [], "words": None})
+        if form.task == "translate":
+            return dump({"text": text})
+        return dump({"text": text, "usage": {"type": "duration", "seconds": math.ceil(form.seconds)}})
 
     def token(self, choice: PlannedChoice, index: int, position: int) -> bytes:
         """One token, the last one with the reason of the end."""
@@ -123,7 +121,7 @@ class TranscriptionEvents(Writer):
         return self._event([], usage=used) + DONE
 
     def _event(self, choices: list[Json], **more: object) -> bytes:
-        return b"data: " + dump(self._head | {"choices": choices} | more) + b"\n\n"
+        return server_event(self._head | {"choices": choices} | more)
 
 
 def parse_speech(fields: Json) -> tuple[str | None, str]:

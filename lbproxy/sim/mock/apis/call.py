@@ -17,7 +17,7 @@ import xxhash
 
 from lbproxy.sim.engine.engine import SimRequest
 from lbproxy.sim.mock.apis.conversation import THOUGHT_BEGINS, thought
-from lbproxy.sim.mock.apis.fields import EngineError, Json, canonical, invalid, refused, required, shown
+from lbproxy.sim.mock.apis.fields import EngineError, Json, bad_request, canonical, invalid, refused, required, shown
 from lbproxy.sim.mock.apis.tools import Forced, SaidPart, choose, example
 from lbproxy.sim.mock.text import (
     TOKEN_BYTES,
@@ -142,9 +142,12 @@ def garbled(choice: PlannedChoice) -> PlannedChoice:
 
 
 class Writer(Protocol):
-    """The server-sent events of one streamed response, in the form of one API; or its lines."""
+    """One response in the form of one API: its body; or its server-sent events or lines, if it is streamed."""
 
     content_type: str = "text/event-stream; charset=utf-8"
+
+    def whole(self, choices: Sequence[PlannedChoice], cached_tokens: int) -> bytes:
+        """The complete body of a response that is not streamed. `cached_tokens`: of all prompts."""
 
     def failed(self, error: EngineError) -> bytes:
         """As recorded of vLLM whose engine dies: the head has gone out with 200."""
@@ -162,7 +165,7 @@ class Writer(Protocol):
         """One token of one choice."""
 
     def closing(self, choices: Sequence[PlannedChoice], cached_tokens: int) -> bytes:
-        """What follows the last token of the last choice. `cached_tokens`: of all prompts."""
+        """What follows the last token of the last choice."""
 
 
 def plan(call: GenerationCall, *, max_model_len: int, seed: int, adapter: str | None = None) -> list[PlannedChoice]:
@@ -301,7 +304,7 @@ def prompts_in(fields: Json, name: str) -> tuple[bytes, ...]:
         else:
             raise invalid("string_type", f"body.{name}", "Input should be a valid string", shown(prompt))
     if not all(prompts):
-        raise EngineError(400, f"Either {name} or {name}_embeds must be provided and non-empty.", "BadRequestError")
+        raise bad_request(f"Either {name} or {name}_embeds must be provided and non-empty.")
     return tuple(prompts)
 
 

@@ -23,8 +23,8 @@ from lbproxy.sim.mock.apis.call import (
 )
 from lbproxy.sim.mock.apis.conversation import Turns, asked, called, render, thought
 from lbproxy.sim.mock.apis.fields import (
-    EngineError,
     Json,
+    bad_request,
     boolean,
     integer,
     invalid,
@@ -32,6 +32,7 @@ from lbproxy.sim.mock.apis.fields import (
     objects,
     refused,
     required,
+    server_event,
     shown,
     stops,
     text_of,
@@ -72,9 +73,7 @@ def _begun(fields: Json) -> bytes | None:
     if not boolean(fields, "continue_final_message"):
         return None
     if fields.get("add_generation_prompt") is not False:
-        raise EngineError(
-            400, "Cannot set both `continue_final_message` and `add_generation_prompt` to True.", "BadRequestError"
-        )
+        raise bad_request("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
     last = (objects(fields, "messages") or [{}])[-1]
     content = last.get("content")
     if last.get("role") != "assistant" or not isinstance(content, str):
@@ -196,17 +195,6 @@ def usage(choices: Sequence[PlannedChoice], n: int, cached_tokens: int) -> Json:
     }
 
 
-def response_body(
-    identity: Identity, form: ResponseForm, choices: Sequence[PlannedChoice], cached_tokens: int
-) -> bytes:
-    """The complete body of a call that does not stream."""
-    body = identity.head("chat.completion" if form.chat else "text_completion")
-    body["choices"] = [_whole_choice(identity, form, index, choice) for index, choice in enumerate(choices)]
-    used = usage(choices, form.n, cached_tokens)
-    body |= {"service_tier": None, "system_fingerprint": FINGERPRINT, "usage": used, "kv_transfer_params": None}
-    return orjson.dumps(body)
-
-
 def _whole_choice(identity: Identity, form: ResponseForm, index: int, choice: PlannedChoice) -> Json:
     said: Json = {"text": choice.answer.text[choice.answer.begun :].decode("ascii")}
     if form.chat:
@@ -234,9 +222,9 @@ def _finish_reason(form: ResponseForm, choice: PlannedChoice) -> str:
     return "tool_calls" if choice.call is not None and reason == "stop" and not form.named_tool else reason
 
 
-class ChatEvents(Writer):
-    """The server-sent events of one streamed response: one for each token, fast enough for hundreds of streams; or,
-    after the first, for `interval` tokens.
+class ChatWriter(Writer):
+    """Streamed, an event for each token, fast enough for hundreds of streams; or, after the first, for `interval`
+    tokens.
     """
 
     def __init__(self, identity: Identity, form: ResponseForm, interval: int = 1) -> None:
@@ -255,6 +243,14 @@ class ChatEvents(Writer):
                 b',"logprobs":null,"finish_reason":null,"stop_reason":null,'
                 b'"prompt_token_ids":null,"token_ids":null}]}\n\n'
             )
+
+    def whole(self, choices: Sequence[PlannedChoice], cached_tokens: int) -> bytes:
+        identity, form = self._identity, self._form
+        body = identity.head("chat.completion" if form.chat else "text_completion")
+        body["choices"] = [_whole_choice(identity, form, index, choice) for index, choice in enumerate(choices)]
+        used = usage(choices, form.n, cached_tokens)
+        body |= {"service_tier": None, "system_fingerprint": FINGERPRINT, "usage": used, "kv_transfer_params": None}
+        return orjson.dumps(body)
 
     def opening(self, choices: Sequence[PlannedChoice]) -> bytes:
         """What goes before the first token: the roles in a chat, nothing in a completion."""
@@ -318,4 +314,4 @@ class ChatEvents(Writer):
         return {"tool_calls": [call | {"function": function}]}
 
     def _event(self, choices: list[Json], **more: object) -> bytes:
-        return b"data: " + orjson.dumps(self._identity.head(self._kind) | {"choices": choices} | more) + b"\n\n"
+        return server_event(self._identity.head(self._kind) | {"choices": choices} | more)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lbproxy.sim.mock.apis.fields import EngineError, Json, canonical, invalid, load_json, shown
+from lbproxy.sim.mock.apis.fields import EngineError, Json, bad_request, canonical, invalid, load_json, shown
 from lbproxy.sim.mock.apis.media import audio_in, image_at, image_in
 from lbproxy.sim.mock.apis.tools import Tool, call_text
 from lbproxy.sim.mock.text import TOKEN_BYTES, pad, render_chat
@@ -92,9 +92,7 @@ class Turns:
         if medium:
             self._media += 1
             if self._media > MAX_MEDIA:
-                raise EngineError(
-                    400, f"At most {MAX_MEDIA} image(s) may be provided in one prompt.", "BadRequestError"
-                )
+                raise bad_request(f"At most {MAX_MEDIA} image(s) may be provided in one prompt.")
         return medium, False
 
 

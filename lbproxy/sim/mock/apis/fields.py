@@ -53,7 +53,7 @@ def canonical(value: object) -> str:
     try:
         text = orjson.dumps(value, option=orjson.OPT_SORT_KEYS).decode()
     except orjson.JSONEncodeError:
-        raise EngineError(400, "The JSON is nested too deeply.", "BadRequestError") from None
+        raise bad_request("The JSON is nested too deeply.") from None
     return _NOT_ASCII.sub(lambda found: _escaped(found[0]), text)
 
 
@@ -67,7 +67,7 @@ def dump(value: object) -> bytes:
     try:
         return orjson.dumps(value)
     except orjson.JSONEncodeError:
-        raise EngineError(400, "The JSON is nested too deeply.", "BadRequestError") from None
+        raise bad_request("The JSON is nested too deeply.") from None
 
 
 def model_of(fields: Json) -> str | None:
@@ -136,15 +136,26 @@ def stops(fields: Json, name: str = "stop") -> tuple[str, ...]:
     return tuple(found)
 
 
+def server_event(body: object, kind: str = "") -> bytes:
+    """A server-sent event. `kind`: its name, if it has one. Raises `EngineError` as `canonical` does."""
+    name = f"event: {kind}\n".encode() if kind else b""
+    return b"%bdata: %b\n\n" % (name, dump(body))
+
+
 def invalid(kind: str, location: str, message: str, context: str) -> EngineError:
     """What vLLM makes of a pydantic error."""
     details = f"{{'type': '{kind}', 'loc': '{location}', 'msg': '{message}', {context}}}"
     return EngineError(400, f"1 validation error:\n  {details}", "Bad Request", location)
 
 
+def bad_request(message: str, param: str | None = None) -> EngineError:
+    """What vLLM says of a request that is well-formed and cannot be served."""
+    return EngineError(400, message, "BadRequestError", param)
+
+
 def refused(message: str, name: str, value: object) -> EngineError:
     """What vLLM says of a value that is well-formed and cannot be."""
-    return EngineError(400, f"{message} (parameter={name}, value={value})", "BadRequestError", name)
+    return bad_request(f"{message} (parameter={name}, value={value})", name)
 
 
 def shown(value: object) -> str:

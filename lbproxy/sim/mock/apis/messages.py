@@ -22,6 +22,7 @@ from lbproxy.sim.mock.apis.fields import (
     invalid,
     objects,
     required,
+    server_event,
     shown,
     stops,
     text_of,
@@ -181,22 +182,6 @@ def usage(choice: PlannedChoice, cached_tokens: int) -> Json:
     }
 
 
-def response_body(identity: Identity, choice: PlannedChoice, cached_tokens: int) -> bytes:
-    """The complete body of a call that does not stream."""
-    reason, stop = _stop(choice)
-    body: Json = {
-        "id": identity.id,
-        "type": "message",
-        "role": "assistant",
-        "content": [_block(identity, part, choice.whole(part)) for part in choice.parts],
-        "model": identity.model,
-        "stop_reason": reason,
-    }
-    if stop is not None:
-        body["stop_sequence"] = stop
-    return dump(body | {"usage": usage(choice, cached_tokens)})
-
-
 def _parsed(arguments: str) -> object:
     """Arguments as an object; empty if the limit of tokens cut them."""
     try:
@@ -235,27 +220,29 @@ def _stop(choice: PlannedChoice) -> tuple[str, str | None]:
     return "end_turn", None
 
 
-class MessageEvents(Writer):
-    """The server-sent events of one streamed message."""
+class MessageWriter(Writer):
+    """One message."""
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
         self._begun: tuple[int, SaidPart] | None = None
         """The block that is being written, and its number."""
 
+    def _message(self, content: list[Json], reason: str | None) -> Json:
+        head: Json = {"id": self._identity.id, "type": "message", "role": "assistant", "content": content}
+        return head | {"model": self._identity.model, "stop_reason": reason}
+
+    def whole(self, choices: Sequence[PlannedChoice], cached_tokens: int) -> bytes:
+        (choice,) = choices
+        reason, stop = _stop(choice)
+        body = self._message([_block(self._identity, part, choice.whole(part)) for part in choice.parts], reason)
+        return dump(body | ({} if stop is None else {"stop_sequence": stop}) | {"usage": usage(choice, cached_tokens)})
+
     def opening(self, choices: Sequence[PlannedChoice]) -> bytes:
         """The message as it begins."""
-        message: Json = {
-            "id": self._identity.id,
-            "type": "message",
-            "role": "assistant",
-            "content": [],
-            "model": self._identity.model,
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": {"input_tokens": choices[0].prompt_tokens, "output_tokens": 0},
-        }
-        return _event("message_start", {"message": message})
+        used = {"input_tokens": choices[0].prompt_tokens, "output_tokens": 0}
+        begun = self._message([], None) | {"stop_sequence": None, "usage": used}
+        return _event("message_start", {"message": begun})
 
     def token(self, choice: PlannedChoice, index: int, position: int) -> bytes:
         """What one token adds; nothing if it has no text."""
@@ -295,4 +282,4 @@ class MessageEvents(Writer):
 
 
 def _event(kind: str, fields: Json) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), dump({"type": kind} | fields))
+    return server_event({"type": kind} | fields, kind)

@@ -29,6 +29,7 @@ from lbproxy.sim.mock.apis.fields import (
     invalid,
     refused,
     required,
+    server_event,
     shown,
     stops,
     text_of,
@@ -64,12 +65,6 @@ def parse_generate(fields: Json) -> tuple[GenerationCall, bool]:
     return call, several or n > 1
 
 
-def generate_body(identity: Identity, choices: Sequence[PlannedChoice], cached_tokens: int, *, several: bool) -> bytes:
-    """The complete body of /generate."""
-    bodies = [_generated(identity, choice, choice.answer.tokens, cached_tokens) for choice in choices]
-    return dump(bodies if several else bodies[0])
-
-
 def _generated(identity: Identity, choice: PlannedChoice, tokens: int, cached_tokens: int) -> Json:
     said = choice.answer
     ended = tokens == said.tokens
@@ -93,22 +88,21 @@ def _generated(identity: Identity, choice: PlannedChoice, tokens: int, cached_to
     }
 
 
-class _EventWriter(Writer):
-    """Nothing is sent before the first token."""
+class GenerateWriter(Writer):
+    """SGLang's /generate."""
 
-    def __init__(self, identity: Identity) -> None:
-        self._identity = identity
+    def __init__(self, identity: Identity, *, several: bool) -> None:
+        self._identity, self._several = identity, several
 
-
-class GenerateWriter(_EventWriter):
-    """The server-sent events of SGLang's /generate."""
+    def whole(self, choices: Sequence[PlannedChoice], cached_tokens: int) -> bytes:
+        bodies = [_generated(self._identity, choice, choice.answer.tokens, cached_tokens) for choice in choices]
+        return dump(bodies if self._several else bodies[0])
 
     def token(self, choice: PlannedChoice, index: int, position: int) -> bytes:
         """All of the text up to one token. What was cached stands in the last event only: it is known by then."""
         if choice.is_last(position):
             return b""
-        body = _generated(self._identity, choice, position + 1, 0) | {"index": index}
-        return b"data: " + dump(body) + b"\n\n"
+        return server_event(_generated(self._identity, choice, position + 1, 0) | {"index": index})
 
     def closing(self, choices: Sequence[PlannedChoice], cached_tokens: int) -> bytes:
         """The complete text of each choice, and the end."""
@@ -116,7 +110,7 @@ class GenerateWriter(_EventWriter):
             _generated(self._identity, choice, choice.answer.tokens, cached_tokens) | {"index": index}
             for index, choice in enumerate(choices)
         ]
-        return b"".join(b"data: " + dump(body) + b"\n\n" for body in bodies) + DONE
+        return b"".join(map(server_event, bodies)) + DONE
 
 
 def parse_llamacpp(fields: Json, *, infill: bool) -> GenerationCall:
@@ -167,22 +161,24 @@ def completed(identity: Identity, choice: PlannedChoice, cached_tokens: int, *, 
     }
 
 
-def completed_body(identity: Identity, choice: PlannedChoice, cached_tokens: int) -> bytes:
-    """The complete body of llama.cpp."""
-    return dump(completed(identity, choice, cached_tokens, content=choice.answer.text.decode("ascii")))
+class LlamacppWriter(Writer):
+    """llama.cpp's own API."""
 
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
 
-class LlamacppWriter(_EventWriter):
-    """The server-sent events of llama.cpp's own API."""
+    def whole(self, choices: Sequence[PlannedChoice], cached_tokens: int) -> bytes:
+        (choice,) = choices
+        return dump(completed(self._identity, choice, cached_tokens, content=choice.answer.text.decode("ascii")))
 
     def token(self, choice: PlannedChoice, index: int, position: int) -> bytes:
         text = choice.answer.token(position)
         body: Json = {"index": 0, "content": text, "tokens": to_token_ids(text.encode()), "stop": False, "id_slot": 0}
         counts = {"tokens_predicted": position + 1, "tokens_evaluated": choice.prompt_tokens}
-        return b"data: " + dump(body | counts) + b"\n\n"
+        return server_event(body | counts)
 
     def closing(self, choices: Sequence[PlannedChoice], cached_tokens: int) -> bytes:
-        return b"data: " + dump(completed(self._identity, choices[0], cached_tokens, content="")) + b"\n\n"
+        return server_event(completed(self._identity, choices[0], cached_tokens, content=""))
 
 
 def parse_tokens(fields: Json) -> tuple[GenerationCall, bool]:
@@ -208,27 +204,26 @@ def parse_tokens(fields: Json) -> tuple[GenerationCall, bool]:
     return call, boolean(typed(fields, "stream_options", dict, "dictionary") or {}, "include_usage")
 
 
-def tokens_body(identity: Identity, choices: Sequence[PlannedChoice], cached_tokens: int) -> bytes:
-    """The complete body of /inference/v1/generate."""
-    said = [_token_choice(index, choice, choice.answer.text, ended=True) for index, choice in enumerate(choices)]
-    used = usage(choices, len(choices), cached_tokens)
-    return dump({"request_id": identity.id, "choices": said, "usage": used, "prompt_logprobs": None})
-
-
 def _token_choice(index: int, choice: PlannedChoice, text: bytes, *, ended: bool) -> Json:
     reason = choice.answer.finish_reason if ended else None
     return {"index": index, "logprobs": None, "finish_reason": reason, "token_ids": to_token_ids(text)}
 
 
-class TokensWriter(_EventWriter):
-    """The server-sent events of /inference/v1/generate."""
+class TokensWriter(Writer):
+    """/inference/v1/generate."""
 
     def __init__(self, identity: Identity, *, include_usage: bool) -> None:
-        super().__init__(identity)
-        self._include_usage = include_usage
+        self._identity, self._include_usage = identity, include_usage
+
+    def _body(self, choices: list[Json], used: Json | None) -> Json:
+        return {"request_id": self._identity.id, "choices": choices, "usage": used}
 
     def _event(self, choices: list[Json], used: Json | None = None) -> bytes:
-        return b"data: " + dump({"request_id": self._identity.id, "choices": choices, "usage": used}) + b"\n\n"
+        return server_event(self._body(choices, used))
+
+    def whole(self, choices: Sequence[PlannedChoice], cached_tokens: int) -> bytes:
+        said = [_token_choice(index, choice, choice.answer.text, ended=True) for index, choice in enumerate(choices)]
+        return dump(self._body(said, usage(choices, len(choices), cached_tokens)) | {"prompt_logprobs": None})
 
     def token(self, choice: PlannedChoice, index: int, position: int) -> bytes:
         text = choice.answer.text[position * TOKEN_BYTES : (position + 1) * TOKEN_BYTES]

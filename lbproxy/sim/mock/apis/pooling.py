@@ -16,8 +16,8 @@ from itertools import zip_longest
 from lbproxy.sim.mock.apis.call import MAX_SEQUENCES, Identity, PlannedChoice, prompt_tokens_of, prompts_in, text_of_ids
 from lbproxy.sim.mock.apis.chat import chat_prompt
 from lbproxy.sim.mock.apis.fields import (
-    EngineError,
     Json,
+    bad_request,
     boolean,
     dump,
     integer,
@@ -80,7 +80,7 @@ def parse_score(fields: Json) -> PoolingCall:
     else:
         raise invalid("missing", "body.text_1", "Field required", shown(fields))
     if len(left) not in (1, len(right)):
-        raise EngineError(400, "Input lengths must be either 1:1, 1:N or N:N", "BadRequestError")
+        raise bad_request("Input lengths must be either 1:1, 1:N or N:N")
     pairs = zip_longest(left, right, fillvalue=left[0])
     return PoolingCall("score", model_of(fields), tuple(_pair(one, other) for one, other in pairs))
 

@@ -18,13 +18,13 @@ from lbproxy.sim.mock.apis.fields import (
     EngineError,
     Json,
     boolean,
-    dump,
     integer,
     invalid,
     model_of,
     number,
     objects,
     required,
+    server_event,
     shown,
     text_of,
     typed,
@@ -41,7 +41,7 @@ class ResponsesCall:
     turns: tuple[ConversationTurn, ...]
     """The conversation up to the response, without instructions."""
     fields: Json
-    """What the response object repeats of the request."""
+    """The response object as far as the request says it, in vLLM's order."""
     store: bool
     background: bool
 
@@ -98,8 +98,10 @@ def _repeated(fields: Json) -> Json:
     temperature, top_p = number(fields, "temperature"), number(fields, "top_p")
     parallel = typed(fields, "parallel_tool_calls", bool, "boolean")
     return {
+        **dict.fromkeys(("id", "created_at", "incomplete_details")),
         "instructions": fields.get("instructions"),
         "metadata": typed(fields, "metadata", dict, "dictionary"),
+        **{"model": None, "object": "response", "output": []},
         "parallel_tool_calls": parallel is not False,
         "temperature": 1.0 if temperature is None else temperature,
         "tool_choice": fields.get("tool_choice") or "auto" if tools else "none",
@@ -109,14 +111,18 @@ def _repeated(fields: Json) -> Json:
         "max_output_tokens": fields.get("max_output_tokens"),
         "max_tool_calls": integer(fields, "max_tool_calls"),
         "previous_response_id": previous_id(fields),
+        "prompt": None,
         "reasoning": typed(fields, "reasoning", dict, "dictionary"),
         "service_tier": text_of(fields, "service_tier") or "auto",
+        "status": None,
         "text": typed(fields, "text", dict, "dictionary"),
         "top_logprobs": integer(fields, "top_logprobs"),
         "truncation": text_of(fields, "truncation") or "disabled",
+        "usage": None,
         "user": text_of(fields, "user"),
         "presence_penalty": number(fields, "presence_penalty") or 0.0,
         "frequency_penalty": number(fields, "frequency_penalty") or 0.0,
+        **dict.fromkeys(("kv_transfer_params", "ec_transfer_params", "input_messages", "output_messages")),
     }
 
 
@@ -206,7 +212,7 @@ def usage(choice: PlannedChoice, cached_tokens: int) -> Json:
 
 
 class ResponseWriter(Writer):
-    """The bodies and events of one response."""
+    """One response."""
 
     def __init__(self, identity: Identity, request: ResponsesCall, max_model_len: int) -> None:
         self._identity = identity
@@ -220,36 +226,21 @@ class ResponseWriter(Writer):
         """The response object. `status`: queued, in_progress, cancelled; `completed` becomes `incomplete` by itself."""
         done = status == "completed"
         cut = done and choice.answer.finish_reason == "length"
-        repeated = self._request.fields
-        limit = repeated["max_output_tokens"] or self._max_model_len - choice.prompt_tokens
-        return {
+        asked = self._request.fields
+        return asked | {
             "id": self._identity.id,
             "created_at": self._identity.created,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "instructions": repeated["instructions"],
-            "metadata": repeated["metadata"],
             "model": self._identity.model,
-            "object": "response",
             "output": [self._item(choice, part, "completed") for part in choice.parts] if done else [],
-            **{name: repeated[name] for name in ("parallel_tool_calls", "temperature", "tool_choice", "tools")},
-            "top_p": repeated["top_p"],
-            "background": repeated["background"],
-            "max_output_tokens": limit,
-            "max_tool_calls": repeated["max_tool_calls"],
-            "previous_response_id": repeated["previous_response_id"],
-            "prompt": None,
-            "reasoning": repeated["reasoning"],
-            "service_tier": repeated["service_tier"],
+            "max_output_tokens": asked["max_output_tokens"] or self._max_model_len - choice.prompt_tokens,
             "status": "incomplete" if cut else status,
-            "text": repeated["text"],
-            "top_logprobs": repeated["top_logprobs"],
-            "truncation": repeated["truncation"],
             "usage": usage(choice, cached_tokens) if done else None,
-            "user": repeated["user"],
-            "presence_penalty": repeated["presence_penalty"],
-            "frequency_penalty": repeated["frequency_penalty"],
-            **dict.fromkeys(("kv_transfer_params", "ec_transfer_params", "input_messages", "output_messages")),
         }
+
+    def whole(self, choices: Sequence[PlannedChoice], cached_tokens: int, status: str = "completed") -> bytes:
+        """The response object; `status` as for `body`."""
+        return orjson.dumps(self.body(choices[0], status, cached_tokens))
 
     def accepted(self, choices: Sequence[PlannedChoice]) -> bytes:
         """The response as it begins: vLLM sends it before anything is computed."""
@@ -350,7 +341,7 @@ class ResponseWriter(Writer):
         """One event. `after`: fields that stand behind the number."""
         body = fields | {"sequence_number": self._events} | after | {"type": kind}
         self._events += 1
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), dump(body))
+        return server_event(body, kind)
 
 
 def _logprobs(part: SaidPart) -> Json:
@@ -362,8 +353,3 @@ def _content(kind: str, text: str) -> Json:
     if kind == "reasoning":
         return {"text": text, "type": "reasoning_text"}
     return {"annotations": [], "text": text, "type": "output_text", "logprobs": None}
-
-
-def body_bytes(body: Json) -> bytes:
-    """A response object as it is sent."""
-    return orjson.dumps(body)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from hashlib import shake_128
 from typing import Literal, NamedTuple
 
-from lbproxy.sim.mock.apis.fields import EngineError, Json, canonical
+from lbproxy.sim.mock.apis.fields import Json, bad_request, canonical
 
 MAX_DEPTH = 6
 """Depth of arguments; below it they are null."""
@@ -65,11 +65,9 @@ class SaidPart(NamedTuple):
 def tool_of(name: object, description: object, schema: object) -> Tool:
     """A tool, checked. A schema without a type is one of an object, as vLLM takes it."""
     if not isinstance(name, str) or not name:
-        raise EngineError(400, "A tool must have a name.", "BadRequestError", "tools")
+        raise bad_request("A tool must have a name.", "tools")
     if schema is not None and not isinstance(schema, dict):
-        raise EngineError(
-            400, f"The parameters of the tool `{name}` must be a JSON schema.", "BadRequestError", "tools"
-        )
+        raise bad_request(f"The parameters of the tool `{name}` must be a JSON schema.", "tools")
     full = {"type": "object", **(schema or {})}
     text = canonical({"name": name, "description": description, "parameters": full})
     return Tool(name, text, full)
@@ -84,14 +82,14 @@ def forced_by(choice: str, tools: Sequence[Tool], name: object = None, *, asked:
     if choice == "auto":
         return _called_for(tools, asked)
     if not tools:
-        raise EngineError(400, "When using `tool_choice`, `tools` must be set.", "BadRequestError", "tool_choice")
+        raise bad_request("When using `tool_choice`, `tools` must be set.", "tool_choice")
     if choice == "required":
         return Forced(tuple(tools), False)
     for tool in tools:
         if tool.name == name:
             return Forced((tool,), True)
     message = "The tool specified in `tool_choice` does not match any of the specified `tools`"
-    raise EngineError(400, message, "BadRequestError", "tool_choice")
+    raise bad_request(message, "tool_choice")
 
 
 def _called_for(tools: Sequence[Tool], asked: str) -> Forced | None:
@@ -136,7 +134,7 @@ def schema_of(form: object, where: str) -> Json | None:
         if isinstance(schema, dict):
             return schema
     message = f"`{where}` must be `text`, `json_object`, or `json_schema` with a schema."
-    raise EngineError(400, message, "BadRequestError", where)
+    raise bad_request(message, where)
 
 
 def example(schema: object, key: str, words: Sequence[str] = ()) -> object:

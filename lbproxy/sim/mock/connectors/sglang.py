@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from lbproxy.sim.engine.sequence import Hold, KvSource, KvState
 from lbproxy.sim.mock.apis.call import GenerationCall, PlannedChoice
-from lbproxy.sim.mock.apis.fields import EngineError, Json, invalid, shown
+from lbproxy.sim.mock.apis.fields import EngineError, Json, bad_request, invalid, shown
 from lbproxy.sim.mock.connectors.channel import Channel, ChannelPeer, DecodeLeg, ReadTimeouts, RemoteKv
 from lbproxy.sim.mock.connectors.legs import Leg, ServerConnector, Unasked
 from lbproxy.sim.mock.mock_options import MockOptions
@@ -52,7 +52,7 @@ def parse(fields: Json, *, prompts: int, n: int, own_port: int) -> list[Meeting]
     rooms = _each(fields, "bootstrap_room", int, prompts)
     if rooms is None or None in rooms:
         text = "Disaggregated request received without bootstrap room id"
-        raise EngineError(400, text, "BadRequestError", "bootstrap_room")
+        raise bad_request(text, "bootstrap_room")
     hosts = _each(fields, "bootstrap_host", str, prompts) or [None] * prompts
     ports = _each(fields, "bootstrap_port", int, prompts) or [None] * prompts
     meetings: list[Meeting] = []
@@ -195,7 +195,7 @@ class SglangPrefillLeg(Leg):
             room = sglang.rooms.setdefault(meeting.room, BootstrapRoom())
             if room.is_prefilled_here:
                 self.close()
-                raise EngineError(400, f"bootstrap_room {meeting.room} is in use", "BadRequestError", "bootstrap_room")
+                raise bad_request(f"bootstrap_room {meeting.room} is in use", "bootstrap_room")
             room.is_prefilled_here = True
             self._rooms.append(room)
 

@@ -19,7 +19,7 @@ from lbproxy.core.engines.orca import REPORT_HEADER, REQUEST_HEADER
 from lbproxy.sim.mock.adapters import Adapters
 from lbproxy.sim.mock.apis import call as calls
 from lbproxy.sim.mock.apis.call import GenerationCall, Identity, PlannedChoice, Writer
-from lbproxy.sim.mock.apis.fields import EngineError, Json, load_json
+from lbproxy.sim.mock.apis.fields import EngineError, Json, bad_request, load_json
 from lbproxy.sim.mock.connectors.legs import ServerConnector
 from lbproxy.sim.mock.exposition import load_report
 from lbproxy.sim.mock.mock_options import MockOptions
@@ -74,7 +74,7 @@ class Desk:
             return None
         if int(named) >= self.options.ranks:
             text = f"data_parallel_rank {named} is out of range [0, {self.options.ranks})."
-            raise EngineError(400, text, "BadRequestError")
+            raise bad_request(text)
         return int(named) if self.options.ranks > 1 else None
 
     @contextmanager
@@ -102,20 +102,15 @@ class Desk:
             leg.close()
 
     async def generate(
-        self,
-        request: web.Request,
-        fields: Json,
-        call: GenerationCall,
-        writer: Writer,
-        body: Callable[[Sequence[PlannedChoice], int], bytes],
+        self, request: web.Request, fields: Json, call: GenerationCall, writer: Writer
     ) -> web.StreamResponse:
-        """The response to a call: `writer` words a stream, and `body` (of the choices and what was cached) another."""
+        """The response to a call, as `writer` words it."""
         async with self.begun(request, fields, call) as flight:
             if call.stream:
                 return await stream(request, writer, flight)
             await flight.news()
             flight.check()
-            return await self.complete(request, flight, body(flight.choices, flight.cached_tokens))
+            return await self.complete(request, flight, writer.whole(flight.choices, flight.cached_tokens))
 
     async def complete(self, request: web.Request, flight: Flight, body: bytes) -> web.Response:
         """The response that is not streamed, once its KV is where it is to be. Raises ApiError."""

@@ -48,21 +48,14 @@ class Generation:
         fields = await fields_of(request)
         call, form = parse(fields)
         identity = self._desk.identity(request, "chatcmpl-" if form.chat else "cmpl-", call.model)
-        body = partial(chat.response_body, identity, form)
-        events = chat.ChatEvents(identity, form, self._desk.options.stream_interval)
-        return await self._desk.generate(request, fields, call, events, body)
+        writer = chat.ChatWriter(identity, form, self._desk.options.stream_interval)
+        return await self._desk.generate(request, fields, call, writer)
 
     async def _message(self, request: web.Request) -> web.StreamResponse:
         fields = await fields_of(request)
         call = messages.parse(fields)
-        identity = self._desk.identity(request, "chatcmpl-", call.model)
-        return await self._desk.generate(
-            request,
-            fields,
-            call,
-            messages.MessageEvents(identity),
-            lambda choices, cached: messages.response_body(identity, choices[0], cached),
-        )
+        writer = messages.MessageWriter(self._desk.identity(request, "chatcmpl-", call.model))
+        return await self._desk.generate(request, fields, call, writer)
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
         model, prompt = messages.parse_count(await fields_of(request))
@@ -72,14 +65,8 @@ class Generation:
     async def _transcribe(self, request: web.Request, task: str) -> web.StreamResponse:
         fields = audio.parse_form(await request.read(), request.headers.get("Content-Type", ""))
         call, form = audio.parse(task, fields)
-        identity = self._desk.identity(request, f"{task}-", call.model)
-        return await self._desk.generate(
-            request,
-            {},
-            call,
-            audio.TranscriptionEvents(identity, form),
-            lambda choices, _: audio.response_body(form, choices[0]),
-        )
+        writer = audio.TranscriptionWriter(self._desk.identity(request, f"{task}-", call.model), form)
+        return await self._desk.generate(request, {}, call, writer)
 
     async def _speak(self, request: web.Request) -> web.StreamResponse:
         model, text = audio.parse_speech(await fields_of(request))
@@ -89,27 +76,20 @@ class Generation:
     async def _sglang(self, request: web.Request) -> web.StreamResponse:
         fields = await fields_of(request)
         call, several = native.parse_generate(fields)
-        identity = self._desk.identity(request, "", call.model)
-        body = partial(native.generate_body, identity, several=several)
-        return await self._desk.generate(request, fields, call, native.GenerateWriter(identity), body)
+        writer = native.GenerateWriter(self._desk.identity(request, "", call.model), several=several)
+        return await self._desk.generate(request, fields, call, writer)
 
     async def _tokens(self, request: web.Request) -> web.StreamResponse:
         fields = await fields_of(request)
         call, include_usage = native.parse_tokens(fields)
         identity = self._desk.identity(request, "generate-tokens-", call.model)
         writer = native.TokensWriter(identity, include_usage=include_usage)
-        return await self._desk.generate(request, fields, call, writer, partial(native.tokens_body, identity))
+        return await self._desk.generate(request, fields, call, writer)
 
     async def _llamacpp(self, request: web.Request, infill: bool) -> web.StreamResponse:
         call = native.parse_llamacpp(await fields_of(request), infill=infill)
-        identity = self._desk.identity(request, "cmpl-", call.model)
-        return await self._desk.generate(
-            request,
-            {},
-            call,
-            native.LlamacppWriter(identity),
-            lambda choices, cached: native.completed_body(identity, choices[0], cached),
-        )
+        writer = native.LlamacppWriter(self._desk.identity(request, "cmpl-", call.model))
+        return await self._desk.generate(request, {}, call, writer)
 
 
 def _in_anthropics_form(handler: Handler) -> Handler:

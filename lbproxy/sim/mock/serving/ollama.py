@@ -30,7 +30,7 @@ DIMENSIONS = 16
 
 
 class _Lines(Writer):
-    """The lines of one response."""
+    """One response; streamed, in lines."""
 
     content_type: str = "application/x-ndjson"
 
@@ -107,7 +107,7 @@ class Ollama:
             stream=fields.get("stream") is not False,
         )
         lines = _Lines(self._desk.identity(request, "", call.model), chat=chat)
-        return await self._desk.generate(request, {}, call, lines, lines.whole)
+        return await self._desk.generate(request, {}, call, lines)
 
     async def _embed(self, request: web.Request, *, name: str) -> web.StreamResponse:
         fields = await fields_of(request)

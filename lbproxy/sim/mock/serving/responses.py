@@ -17,7 +17,7 @@ from aiohttp import web
 
 from lbproxy.sim.mock.apis import responses
 from lbproxy.sim.mock.apis.conversation import ConversationTurn
-from lbproxy.sim.mock.apis.fields import EngineError
+from lbproxy.sim.mock.apis.fields import bad_request
 from lbproxy.sim.mock.apis.responses import ResponsesCall, ResponseWriter
 from lbproxy.sim.mock.serving.desk import Desk, fields_of, json_response, stream
 from lbproxy.sim.mock.serving.driver import Flight
@@ -48,8 +48,7 @@ class KeptResponse:
         return "in_progress" if self.flight.begun else "queued"
 
     def body(self) -> bytes:
-        body = self.writer.body(self.flight.choices[0], self.status, self.flight.cached_tokens)
-        return responses.body_bytes(body)
+        return self.writer.whole(self.flight.choices, self.flight.cached_tokens, self.status)
 
     def turns(self) -> tuple[ConversationTurn, ...]:
         return self.request.remembered(self.flight.choices[0])
@@ -107,7 +106,7 @@ class Responses:
         if request.query.get("stream", "").lower() in ("true", "1"):
             response_id = request.match_info["id"]
             message = f"Unknown response_id: {response_id} (parameter=response_id, value={response_id})"
-            raise EngineError(400, message, "BadRequestError", "response_id")
+            raise bad_request(message, "response_id")
         return json_response(stored.body())
 
     async def _cancel(self, request: web.Request) -> web.StreamResponse:
@@ -141,5 +140,5 @@ class Responses:
 def _checked(asked: ResponsesCall) -> ResponsesCall:
     if asked.background and not asked.store:
         message = "background can only be used when `store` is true"
-        raise EngineError(400, message, "BadRequestError", "background")
+        raise bad_request(message, "background")
     return asked

@@ -43,13 +43,14 @@ def planned(call: GenerationCall) -> PlannedChoice:
 def by_chat(said: object, **more: object) -> tuple[PlannedChoice, dict[str, Any], Writer]:
     call, form = chat.parse_chat(chat_of(said, **more))
     choice = planned(call)
-    body = orjson.loads(chat.response_body(ME, form, [choice], 0))
-    return choice, body["choices"][0], chat.ChatEvents(ME, form)
+    writer = chat.ChatWriter(ME, form)
+    return choice, orjson.loads(writer.whole([choice], 0))["choices"][0], writer
 
 
 def by_messages(said: object, **more: object) -> tuple[PlannedChoice, dict[str, Any], Writer]:
     choice = planned(messages.parse(message_of(said, **more)))
-    return choice, orjson.loads(messages.response_body(ME, choice, 0)), messages.MessageEvents(ME)
+    writer = messages.MessageWriter(ME)
+    return choice, orjson.loads(writer.whole([choice], 0)), writer
 
 
 def by_responses(said: object, **more: object) -> tuple[PlannedChoice, dict[str, Any], Writer]:
@@ -163,7 +164,7 @@ def test_reasoning_is_streamed_as_it_stands_in_the_whole_response(said: str) -> 
 def test_reasoning_that_comes_back_is_the_text_that_was_computed() -> None:
     call, form = chat.parse_chat(chat_of("Hello", reasoning_effort="low"))
     choice = planned(call)
-    message = orjson.loads(chat.response_body(ME, form, [choice], 0))["choices"][0]["message"]
+    message = orjson.loads(chat.ChatWriter(ME, form).whole([choice], 0))["choices"][0]["message"]
     asked = {"role": "user", "content": "Hello"}
     (after,) = chat.parse_chat(chat_of([asked, message, asked]))[0].prompts
     assert after.startswith(call.prompts[0] + choice.answer.computed)
