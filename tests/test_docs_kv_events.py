@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 
-from lbproxy.control.families.endpoints import cache_families
+from lbproxy.control.families.endpoints import KV_GAUGES, gauge_families
 from lbproxy.control.families.features import kv_families
 from lbproxy.core.engines.kv_events import Problem
 from tests.support.docs import DOCS, expect_generated, family_lines
@@ -13,7 +13,7 @@ from tests.support.kv_events import published, snapshot
 
 
 def test_metrics_has_every_family_of_kv_events() -> None:
-    lines = family_lines([*cache_families([snapshot(3_200, 0.25)]), *kv_families(published())])
+    lines = family_lines([*gauge_families(KV_GAUGES, [snapshot(3_200, 0.25)]), *kv_families(published())])
     expect_generated(DOCS / "metrics.md", "families of KV events", lines)
 
 

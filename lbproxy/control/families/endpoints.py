@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from operator import attrgetter
 from typing import TypeAlias
 
 from prometheus_client.core import Metric
@@ -16,72 +17,36 @@ from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.state import EndpointSnapshot
 from lbproxy.core.observed.learned import FULL_BY, EndpointLearned
 
-
-@dataclass(frozen=True)
-class _EndpointGauge:
-    name: str
-    help: str
-    read: Callable[[EndpointSnapshot], float | None]
-    """None: no sample."""
+_Read: TypeAlias = Callable[[EndpointSnapshot], float | None]
+"""None: no sample."""
 
 
-def _up(one: EndpointSnapshot) -> float:
-    return float(one.health is Health.UP)
+def _fresh(name: str) -> _Read:
+    """What the engine's metrics say, while they are believed."""
+    return lambda one: None if one.stale or one.metrics is None else getattr(one.metrics, name)
 
 
-def _waiting(one: EndpointSnapshot) -> float | None:
-    return None if one.stale or one.metrics is None else one.metrics.waiting
-
-
-def _running(one: EndpointSnapshot) -> float | None:
-    return None if one.stale or one.metrics is None else one.metrics.running
-
-
-def _kv_utilization(one: EndpointSnapshot) -> float | None:
-    return None if one.stale or one.metrics is None else one.metrics.kv_utilization
-
-
-_ENDPOINT_GAUGES = (
-    _EndpointGauge("up", "1 while the endpoint is healthy and not ejected", _up),
-    _EndpointGauge(
-        "readmitted",
-        "1 while it is used although it is ejected: panic",
-        lambda one: float(one.readmitted),
-    ),
-    _EndpointGauge("share", "Share of placements that its slow start allows, 0.1 to 1", lambda one: one.share),
-    _EndpointGauge("draining", "1 while the endpoint gets no new requests", lambda one: float(one.draining)),
-    _EndpointGauge(
-        "backing_off",
-        "1 while it is backing off after it refused or failed requests",
-        lambda one: float(one.backing_off),
-    ),
-    _EndpointGauge("in_flight", "Requests from lbproxy in flight at the endpoint", lambda one: one.in_flight),
-    _EndpointGauge(
-        "awaiting_first_byte", "Those of them without a first byte of the response", lambda one: one.awaiting_first_byte
-    ),
-    _EndpointGauge(
-        "requests_elsewhere",
+_ENDPOINT_GAUGES: Mapping[str, tuple[str, _Read]] = {
+    "up": ("1 while the endpoint is healthy and not ejected", lambda one: one.health is Health.UP),
+    "readmitted": ("1 while it is used although it is ejected: panic", attrgetter("readmitted")),
+    "share": ("Share of placements that its slow start allows, 0.1 to 1", attrgetter("share")),
+    "draining": ("1 while the endpoint gets no new requests", attrgetter("draining")),
+    "backing_off": ("1 while it is backing off after it refused or failed requests", attrgetter("backing_off")),
+    "in_flight": ("Requests from lbproxy in flight at the endpoint", attrgetter("in_flight")),
+    "awaiting_first_byte": ("Those of them without a first byte of the response", attrgetter("awaiting_first_byte")),
+    "requests_elsewhere": (
         "Requests of other replicas in flight at the endpoint, as far as is known",
-        lambda one: one.elsewhere,
+        attrgetter("elsewhere"),
     ),
-    _EndpointGauge("waiting", "Requests queued in the engine, from its fresh metrics", _waiting),
-    _EndpointGauge("running", "Requests running in the engine, from its fresh metrics", _running),
-    _EndpointGauge("kv_utilization", "Share of the KV cache in use, 0 to 1, from fresh metrics", _kv_utilization),
-    _EndpointGauge(
-        "metrics_age_seconds", "Age of the newest successful scrape or load report", lambda one: one.metrics_age_s
-    ),
-)
-
-_KV_GAUGES = (
-    _EndpointGauge(
-        "kv_cached_tokens", "Tokens in the prefix cache, counted from KV events", lambda one: one.kv_cached_tokens
-    ),
-    _EndpointGauge(
-        "kv_fill",
-        "Share of the KV cache that holds cached tokens, 0 to 1",
-        lambda one: one.kv_fill,
-    ),
-)
+    "waiting": ("Requests queued in the engine, from its fresh metrics", _fresh("waiting")),
+    "running": ("Requests running in the engine, from its fresh metrics", _fresh("running")),
+    "kv_utilization": ("Share of the KV cache in use, 0 to 1, from fresh metrics", _fresh("kv_utilization")),
+    "metrics_age_seconds": ("Age of the newest successful scrape or load report", attrgetter("metrics_age_s")),
+}
+KV_GAUGES: Mapping[str, tuple[str, _Read]] = {
+    "kv_cached_tokens": ("Tokens in the prefix cache, counted from KV events", attrgetter("kv_cached_tokens")),
+    "kv_fill": ("Share of the KV cache that holds cached tokens, 0 to 1", attrgetter("kv_fill")),
+}
 
 
 Learned: TypeAlias = Mapping[EndpointUid, EndpointLearned]
@@ -114,11 +79,10 @@ def _room_families(rooms: Sequence[tuple[str, EndpointLearned]]) -> Iterator[Met
 def _endpoint_families(
     endpoints: Sequence[EndpointSnapshot], ejections: Mapping[tuple[str, str], int]
 ) -> Iterator[Metric]:
-    for one_gauge in _ENDPOINT_GAUGES:
-        rows = [((one.endpoint.name,), one_gauge.read(one)) for one in endpoints]
-        yield gauges(f"endpoint_{one_gauge.name}", one_gauge.help, ("endpoint",), rows)
+    yield from gauge_families(_ENDPOINT_GAUGES, endpoints)
     if any(one.kv_cached_tokens is not None for one in endpoints):
-        yield from cache_families(endpoints)
+        # There is nothing of it while no KV events are read.
+        yield from gauge_families(KV_GAUGES, endpoints)
     states = [
         ((one.endpoint.name, health.value), float(one.health is health)) for one in endpoints for health in Health
     ]
@@ -143,11 +107,10 @@ def _endpoint_families(
     yield counters("load_reports", text, ("endpoint", "result"), reports)
 
 
-def cache_families(endpoints: Sequence[EndpointSnapshot]) -> Iterator[Metric]:
-    """What the KV events of endpoints show of their caches: there is nothing of it while none are read."""
-    for one_gauge in _KV_GAUGES:
-        rows = [((one.endpoint.name,), one_gauge.read(one)) for one in endpoints]
-        yield gauges(f"endpoint_{one_gauge.name}", one_gauge.help, ("endpoint",), rows)
+def gauge_families(table: Mapping[str, tuple[str, _Read]], endpoints: Sequence[EndpointSnapshot]) -> Iterator[Metric]:
+    """A gauge of each endpoint for each row: its name, text, and how it is read."""
+    for name, (text, read) in table.items():
+        yield gauges(f"endpoint_{name}", text, ("endpoint",), [((one.endpoint.name,), read(one)) for one in endpoints])
 
 
 def one_per_name(endpoints: Iterable[EndpointSnapshot]) -> list[EndpointSnapshot]:
