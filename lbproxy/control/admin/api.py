@@ -257,14 +257,7 @@ class Api:
                 (200, 404),
             ),
             AdminRoute("GET", "/admin/config", self._get_config, "The settings in force, without secrets", "Settings"),
-            AdminRoute(
-                "POST",
-                "/admin/reload",
-                self._reload,
-                "Read the settings again",
-                "Reloaded",
-                (200, 409, 422),
-            ),
+            AdminRoute("POST", "/admin/reload", self._reload, "Read the settings again", "Reloaded", (200, 409, 422)),
             AdminRoute("GET", "/admin/log-level", self._get_log_level, "The minimum level of log lines", "LogLevel"),
             AdminRoute(
                 "PUT",
@@ -293,13 +286,11 @@ class Api:
         return _json({"points": self._history.points})
 
     async def _get_usage(self, request: web.Request) -> web.Response:
-        text = request.query.get("days", str(DEFAULT_DAYS))
-        if not (text.isascii() and text.isdigit() and len(text) < 4 and 1 <= int(text) <= MAX_DAYS):
-            raise ApiError(400, "invalid_days", f"days: expected 1 to {MAX_DAYS}")
+        days = _whole(request, "days", DEFAULT_DAYS, range(1, MAX_DAYS + 1))
         own = request.query.get("own", "0")
         if own not in {"0", "1"}:
             raise ApiError(400, "invalid_own", "own: expected 0 or 1")
-        return _json(await self._steering.usage(int(text), own=own == "1"))
+        return _json(await self._steering.usage(days, own=own == "1"))
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         if not self.feed.has_room:
@@ -316,10 +307,8 @@ class Api:
         return _json(self._shown(found[0].endpoint.name))
 
     async def _get_decisions(self, request: web.Request) -> web.Response:
-        text = request.query.get("limit", "100")
-        if not (text.isascii() and text.isdigit() and len(text) < 6 and 1 <= int(text) <= MAX_SUMMARIES):
-            raise ApiError(400, "invalid_limit", f"limit: expected 1 to {MAX_SUMMARIES}")
-        found = self._state.recent.requests(int(text), endpoint=request.query.get("endpoint"))
+        limit = _whole(request, "limit", 100, range(1, MAX_SUMMARIES + 1))
+        found = self._state.recent.requests(limit, endpoint=request.query.get("endpoint"))
         return _json({"decisions": found})
 
     async def _explain(self, request: web.Request) -> web.Response:
@@ -349,11 +338,11 @@ class Api:
             return await self._register(entry)
         keep = entry.pop("keep", False)
         if not isinstance(keep, bool):
-            raise ApiError(422, "invalid_endpoint", "The endpoint cannot be added.", ["keep: expected true or false"])
+            raise _unacceptable("keep: expected true or false")
         try:
             name = await self._steering.add_endpoint(entry, keep=keep)
         except ConfigError as error:
-            raise _unacceptable("invalid_endpoint", "The endpoint cannot be added.", error) from None
+            raise _unacceptable(*error.problems) from None
         _log("endpoint %s was added", name)
         found = self._state.endpoint(name)
         return _json({"name": name, "keep": keep, "ttl_s": None, "endpoint": found}, 201)
@@ -361,13 +350,12 @@ class Api:
     async def _register(self, entry: dict[str, object]) -> web.Response:
         """An endpoint that says again and again that it is there. What comes so often shows only what is its own."""
         if "keep" in entry:
-            wrong = ["keep: expected none beside ttl: a reload keeps what is renewed"]
-            raise ApiError(422, "invalid_endpoint", "The endpoint cannot be added.", wrong)
+            raise _unacceptable("keep: expected none beside ttl: a reload keeps what is renewed")
         try:
             ttl_s = read_ttl(entry.pop("ttl"))
             name, is_new = await self._steering.register_endpoint(entry, ttl_s=ttl_s)
         except ConfigError as error:
-            raise _unacceptable("invalid_endpoint", "The endpoint cannot be added.", error) from None
+            raise _unacceptable(*error.problems) from None
         except NotLeasedError as error:
             text = f"There is an endpoint {error} that did not register itself."
             raise ApiError(409, "not_registered", text) from None
@@ -401,15 +389,13 @@ class Api:
         raise ApiError(409, "discovered", f"{name} is one address of a name: drain it, or remove the name.")
 
     async def _drain(self, request: web.Request) -> web.Response:
-        text = request.query.get("move_after")
-        if text is None:
-            return self._set_draining(request, True)
-        if not (text.isascii() and text.isdigit() and len(text) < 6 and int(text) <= MAX_MOVE_AFTER_S):
-            raise ApiError(400, "invalid_move_after", f"move_after: expected 0 to {MAX_MOVE_AFTER_S} seconds")
-        return self._set_draining(request, True, move_after_s=float(text))
+        if "move_after" not in request.query:
+            return self._set_draining(request, draining=True)
+        move_after_s = float(_whole(request, "move_after", 0, range(MAX_MOVE_AFTER_S + 1), " seconds"))
+        return self._set_draining(request, draining=True, move_after_s=move_after_s)
 
     async def _undrain(self, request: web.Request) -> web.Response:
-        return self._set_draining(request, False)
+        return self._set_draining(request, draining=False)
 
     async def _wake(self, request: web.Request) -> web.Response:
         return self._set_awake(request, True)
@@ -427,7 +413,7 @@ class Api:
         uid = found[0].endpoint.uid
         return _json({"name": name, "sleep": sleep_fields(self._runtime.snapshot().sleep.get(uid))})
 
-    def _set_draining(self, request: web.Request, draining: bool, *, move_after_s: float = inf) -> web.Response:
+    def _set_draining(self, request: web.Request, *, draining: bool, move_after_s: float = inf) -> web.Response:
         name, found = request.match_info["name"], self._named(request)
         if found[0].removed:
             if draining:
@@ -503,8 +489,16 @@ async def _read_object(request: web.Request) -> dict[str, object]:
     return value
 
 
-def _unacceptable(code: str, message: str, error: ConfigError) -> ApiError:
-    return ApiError(422, code, message, list(error.problems))
+def _whole(request: web.Request, name: str, default: int, allowed: range, unit: str = "") -> int:
+    """A whole number in the query. Raises ApiError."""
+    text = request.query.get(name, str(default))
+    if text.isascii() and text.isdigit() and len(text) < 6 and int(text) in allowed:
+        return int(text)
+    raise ApiError(400, f"invalid_{name}", f"{name}: expected {allowed[0]} to {allowed[-1]}{unit}")
+
+
+def _unacceptable(*problems: str) -> ApiError:
+    return ApiError(422, "invalid_endpoint", "The endpoint cannot be added.", [*problems])
 
 
 def _log(text: str, subject: str) -> None:
