@@ -16,6 +16,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -50,9 +51,29 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
+    except _CannotError as error:
+        print(f"lbproxy {args.command}: {error}", file=sys.stderr)
+        return error.code
     except OSError as error:
         print(f"lbproxy: {error}", file=sys.stderr)
         return 1
+
+
+class _CannotError(Exception):
+    """A command cannot be carried out; the text says why. `code`: its exit code."""
+
+    def __init__(self, why: object, code: int) -> None:
+        super().__init__(str(why))
+        self.code = code
+
+
+@contextmanager
+def _says(kind: type[Exception], code: int) -> Iterator[None]:
+    """Ends the command with the text of such an exception, and this exit code."""
+    try:
+        yield
+    except kind as error:
+        raise _CannotError(error, code) from None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -320,10 +341,17 @@ def _check(args: argparse.Namespace) -> int:
     settings = _read_settings(args.config)
     from lbproxy.commands.check import check  # noqa: PLC0415
 
-    return process.run(check(settings, _console(), strict=args.strict))
+    return process.run(check(settings, _piped(), strict=args.strict))
 
 
-def _console() -> Console:
+def _console(width: int = 120) -> Console:
+    """One that, into a file or a pipe, is as wide as the tables need."""
+    from rich.console import Console  # noqa: PLC0415
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else width)
+
+
+def _piped() -> Console:
     """One that goes on where nobody reads on, as after `| head`: what was found still decides the exit code."""
     from rich import console  # noqa: PLC0415
 
@@ -388,14 +416,12 @@ _PREAMBLES = {
 def _demo(args: argparse.Namespace) -> int:
     if args.disaggregated and (args.replicas or args.traffic):
         other = "--replicas" if args.replicas else "--traffic"
-        print(f"lbproxy demo: --disaggregated cannot be used with {other}", file=sys.stderr)
-        return 1
+        raise _CannotError(f"--disaggregated cannot be used with {other}", 1)
     from lbproxy.demo.taken import find_taken  # noqa: PLC0415
 
     taken = asyncio.run(find_taken(args.listen, args.admin, sys.argv[1:], count=args.replicas or 1))
     if taken is not None:
-        print(f"lbproxy demo: {taken}", file=sys.stderr)
-        return 1
+        raise _CannotError(taken, 1)
     if args.replicas:
         return _demo_replicas(args)
     if args.traffic:
@@ -411,38 +437,27 @@ def _demo_replicas(args: argparse.Namespace) -> int:
     from lbproxy.demo import replicas  # noqa: PLC0415
     from lbproxy.demo.fleet import FleetError  # noqa: PLC0415
 
-    try:
-        if args.traffic or args.workers > 1:
-            other = "--traffic" if args.traffic else "--workers"
-            raise ValueError(f"--replicas cannot be used with {other}, which shows a single lbproxy")
+    if args.traffic or args.workers > 1:
+        other = "--traffic" if args.traffic else "--workers"
+        raise _CannotError(f"--replicas cannot be used with {other}, which shows a single lbproxy", 2)
+    with _says(ValueError, 2):
         options = replicas.ReplicasOptions(replicas=args.replicas, listen=args.listen, admin=args.admin)
         store = replicas.find_store_program()
-    except ValueError as error:
-        print(f"lbproxy demo: {error}", file=sys.stderr)
-        return 2
     say = partial(print, flush=True)
-    try:
+    with _says(FleetError, 1):
         _run_until_signal(lambda told: replicas.run_replicas(options, store, told.stop, say))
-    except FleetError as error:
-        print(f"lbproxy demo: {error}", file=sys.stderr)
-        return 1
     return 0
 
 
 def _demo_traffic(args: argparse.Namespace) -> int:
-    from rich.console import Console  # noqa: PLC0415
-
     from lbproxy.demo import show, traffic  # noqa: PLC0415
     from lbproxy.demo.fleet import FleetError  # noqa: PLC0415
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-    try:
+    console = _console()
+    with _says(ValueError, 2):
         options = traffic.TrafficOptions(
             listen=args.listen, admin=args.admin, duration_s=args.duration, seed=args.seed, rate=args.rate
         )
-    except ValueError as error:
-        print(f"lbproxy demo: {error}", file=sys.stderr)
-        return 2
     last: traffic.View | None = None
 
     async def night(told: Signals) -> None:
@@ -451,11 +466,8 @@ def _demo_traffic(args: argparse.Namespace) -> int:
             last = await traffic.run_traffic(options, told.stop, shown)
 
     print("Six simulated servers and lbproxy are started ...", flush=True)
-    try:
+    with _says(FleetError, 1):
         _run_until_signal(night)
-    except FleetError as error:
-        print(f"lbproxy demo: {error}", file=sys.stderr)
-        return 1
     if last is not None:
         show.summary(last, console)
     return 0
@@ -466,17 +478,13 @@ def _mock(args: argparse.Namespace) -> int:
     from lbproxy.sim.mock.mock_options import ENGINES  # noqa: PLC0415
 
     given = {name: value for name, value in vars(args).items() if name not in {"command", "config", "fault", "adapter"}}
-    try:
+    with _says(ValueError, 2):
         options = MockOptions(**given, faults=tuple(args.fault), adapters=tuple(args.adapter))
-    except ValueError as error:
-        print(f"lbproxy mock: {error}", file=sys.stderr)
-        return 2
     if options.kv_events is not None:
         try:
             import zmq  # noqa: F401, PLC0415 - an extra
         except ImportError:
-            print(f"lbproxy mock: --kv-events {needs('kv-events')}", file=sys.stderr)
-            return 2
+            raise _CannotError(f"--kv-events {needs('kv-events')}", 2) from None
 
     async def until(told: Signals) -> None:
         async with MockServer(options) as server:
@@ -489,20 +497,16 @@ def _mock(args: argparse.Namespace) -> int:
 
 
 def _sim(args: argparse.Namespace) -> int:
-    from rich.console import Console  # noqa: PLC0415
-
     from lbproxy.commands import sim  # noqa: PLC0415
 
-    # Into a file or a pipe the tables go at a width that holds them.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
+    console = _console(110)
     if args.list:
         sim.show_workloads(console)
         return 0
     form = Path(args.plot or ".png").suffix.removeprefix(".")
     problem = sim.unusable(scenario=args.scenario, processes=args.processes, plot=args.plot and form)
     if problem is not None:
-        print(f"lbproxy sim: {problem}", file=sys.stderr)
-        return 2
+        raise _CannotError(problem, 2)
     from lbproxy.config.parse import parse_scenario  # noqa: PLC0415
     from lbproxy.processes.settings_file import read_text  # noqa: PLC0415
 
@@ -522,20 +526,17 @@ def _sim(args: argparse.Namespace) -> int:
 
 
 def _remote(args: argparse.Namespace) -> int:
-    from rich.console import Console  # noqa: PLC0415
-
     from lbproxy.commands import operate  # noqa: PLC0415
     from lbproxy.commands.client import AdminClient, AdminError  # noqa: PLC0415
-    from lbproxy.commands.operate import top  # noqa: PLC0415
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    console = _console()
     try:
         client = AdminClient(args.admin, os.environ.get("LBPROXY_ADMIN_TOKEN"))
         match args.command:
             case "status":
                 return operate.status(client, console, as_json=args.json, legend=args.legend)
             case "top":
-                return top(client, console)
+                return operate.top(client, console)
             case "drain":
                 return operate.drain(
                     client,
@@ -560,8 +561,7 @@ def _remote(args: argparse.Namespace) -> int:
             case _:
                 return operate.explain(client, console, args.id, as_json=args.json)
     except AdminError as error:
-        print(f"lbproxy {args.command}: {error}", file=sys.stderr)
-        return 1
+        raise _CannotError(error, 1) from None
     except KeyboardInterrupt:
         return 130
 
@@ -571,8 +571,7 @@ def _register(args: argparse.Namespace) -> int:
 
     urls = args.admin or [addresses.url(os.environ.get("LBPROXY_ADMIN") or addresses.ADMIN)]
     if len(urls) > MAX_ADMINS:
-        print(f"lbproxy register: expected at most {MAX_ADMINS} times --admin", file=sys.stderr)
-        return 2
+        raise _CannotError(f"expected at most {MAX_ADMINS} times --admin", 2)
     entry, token = read_entry(args.endpoint), os.environ.get("LBPROXY_ADMIN_TOKEN")
 
     def say(line: str) -> None:
@@ -582,8 +581,6 @@ def _register(args: argparse.Namespace) -> int:
 
 
 def _usage(args: argparse.Namespace) -> int:
-    from rich.console import Console  # noqa: PLC0415
-
     from lbproxy.commands.client import AdminError  # noqa: PLC0415
     from lbproxy.commands.usage import usage  # noqa: PLC0415
 
@@ -595,13 +592,9 @@ def _usage(args: argparse.Namespace) -> int:
             urls = [] if own is None else [f"unix:{own.unix}" if own.unix else f"http://{own.host}:{own.port}"]
     elif urls is None:
         urls = [os.environ.get("LBPROXY_ADMIN") or addresses.url(addresses.ADMIN)]
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-    try:
-        token = os.environ.get("LBPROXY_ADMIN_TOKEN")
-        return usage(urls, settings, token, console, days=args.days, as_json=args.json)
-    except AdminError as error:
-        print(f"lbproxy usage: {error}", file=sys.stderr)
-        return 1
+    token = os.environ.get("LBPROXY_ADMIN_TOKEN")
+    with _says(AdminError, 1):
+        return usage(urls, settings, token, _console(), days=args.days, as_json=args.json)
 
 
 _COMMANDS: dict[str | None, Callable[[argparse.Namespace], int]] = {
