@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What /metrics says of requests that were placed in a special way: split, or above the lowest tier of endpoints.
 
-Where all endpoints are of one tier and have no limits of their own there are no families of tiers. Labels are names of
-endpoints, numbers of tiers and words of the core.
+Where all endpoints are of one tier and have no limits of their own there are no families of tiers; where none has a
+role, none of split requests. Labels are names of endpoints, numbers of tiers, words of the core and of this module.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Final
 
 from prometheus_client.core import Metric
@@ -16,6 +16,7 @@ from prometheus_client.core import Metric
 from lbproxy.control.families.common import add_to, counter, counters, gauges, histogram, keep
 from lbproxy.control.families.endpoints import one_per_name
 from lbproxy.control.families.histogram import Histogram
+from lbproxy.core.endpoints.state import EndpointSnapshot
 from lbproxy.core.engines.handover import Role
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.observed.snapshot import PoolSnapshot
@@ -28,27 +29,39 @@ RESULTS: Final = ("completed", "failed", "refused")
 
 
 class PlacementCounts:
-    """Counts requests that were split, and those that overflowed."""
+    """Counts requests that were split, and those that overflowed: once per request, as in `telemetry.telemetry`."""
 
     def __init__(self) -> None:
-        self._split = SplitCounts()
         self._overflow: defaultdict[tuple[int, str], int] = defaultdict(int)
         """Requests above tier 1, by the tier of the last attempt, and the reason."""
+        self._split: defaultdict[str, int] = defaultdict(int)
+        """Split requests, by the prefill endpoint of the last attempt."""
+        self._total = 0
+        """Split requests, those of endpoints that are gone too."""
+        self._first_legs: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self._times = Histogram(FIRST_LEG_BUCKETS)
 
     def count(self, record: RequestRecord) -> None:
         """Count a request with a first leg, or that was placed above tier 1."""
         if record.overflow is not None and record.placed_at is not None:
             self._overflow[record.tier, record.overflow] += 1
-        if record.prefill is not None or record.first_legs:
-            self._split.count(record)
+        for leg in record.first_legs:
+            self._first_legs[leg] += 1
+        if record.prefill is not None:
+            self._total += 1
+            self._split[record.prefill] += 1
+            if record.prefill_s is not None:
+                self._times.observe(record.prefill_s)
 
     def forget_the_gone(self, names: Collection[str]) -> None:
-        self._split.forget_the_gone(names)
+        keep(self._split, lambda name: name in names)
+        keep(self._first_legs, lambda key: key[0] in names)
 
     def families(self, pool: PoolSnapshot, placed: int) -> Iterator[Metric]:
-        """Nothing, where there is nothing special. `placed`: requests that were."""
-        yield from self._split.families(pool, placed)
+        """Nothing, where there is nothing special. `placed`: requests that were, split or not."""
         endpoints = one_per_name(pool.endpoints)
+        if self._total or any(one.handover.role is not Role.BOTH for one in pool.endpoints):
+            yield from self._split_families(pool, endpoints, placed)
         tiers = sorted({one.endpoint.tier for one in endpoints})
         if len(tiers) > 1 or self._overflow:
             counts = {(tier, one.value): 0 for tier in tiers[1:] for one in Overflow} | self._overflow
@@ -64,42 +77,10 @@ class PlacementCounts:
             text = "Used share of each of the endpoint's own limits, 0 or more"
             yield gauges("endpoint_limit_used_ratio", text, ("endpoint", "limit"), used)
 
-
-class SplitCounts:
-    """What /metrics says of requests that are split between prefill and decode endpoints, and of these endpoints.
-
-    Counted once per request with a first leg, as in `control.telemetry.telemetry`. Where no endpoint has a role there
-    are no such families. Labels are names of endpoints and words of this module.
-
-    Counts requests with a first leg.
-    """
-
-    def __init__(self) -> None:
-        self._split: defaultdict[str, int] = defaultdict(int)
-        """Split requests, by the prefill endpoint of the last attempt."""
-        self._total = 0
-        self._first_legs: defaultdict[tuple[str, str], int] = defaultdict(int)
-        self._times = Histogram(FIRST_LEG_BUCKETS)
-
-    def count(self, record: RequestRecord) -> None:
-        """Count a request that was split, or that tried to be."""
-        for leg in record.first_legs:
-            self._first_legs[leg] += 1
-        if record.prefill is not None:
-            self._total += 1
-            self._split[record.prefill] += 1
-            if record.prefill_s is not None:
-                self._times.observe(record.prefill_s)
-
-    def forget_the_gone(self, names: Collection[str]) -> None:
-        keep(self._split, lambda name: name in names)
-        keep(self._first_legs, lambda key: key[0] in names)
-
-    def families(self, pool: PoolSnapshot, placed: int) -> Iterator[Metric]:
-        """Nothing, where no endpoint has a role. `placed`: requests that were, split or not."""
-        if not self._total and all(one.handover.role is Role.BOTH for one in pool.endpoints):
-            return
-        endpoints = one_per_name(pool.endpoints)
+    def _split_families(
+        self, pool: PoolSnapshot, endpoints: Sequence[EndpointSnapshot], placed: int
+    ) -> Iterator[Metric]:
+        """Where some endpoint has a role, or had."""
         parts = [((one.endpoint.name, one.handover.role.value, one.handover.connector or ""), 1.0) for one in endpoints]
         text = "Always 1; prefill, decode or both; an unknown connector is empty"
         yield gauges("endpoint_role", text, ("endpoint", "role", "connector"), parts)
