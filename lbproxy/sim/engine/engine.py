@@ -56,6 +56,7 @@ from lbproxy.sim.engine.sequence import (
     SequencePhase,
     SimRequest,
     StepDone,
+    check_length,
 )
 
 JITTER_SIGMA = 0.03
@@ -132,11 +133,7 @@ class Engine:
         assert request.prompt_tokens >= 1
         assert request.output_tokens >= 1
         assert request.adapter is None or self._lora.slots, "an engine without adapters was asked for one"
-        if request.prompt_tokens + request.output_tokens > self.max_model_len:
-            raise RequestTooLong(
-                f"{request.prompt_tokens} prompt and {request.output_tokens} output tokens exceed "
-                f"the {self.max_model_len} of the model"
-            )
+        check_length(request, self.max_model_len)
         self._run(now)
         if not self._preset.prefix_caching:
             request = replace(request, block_hashes=())

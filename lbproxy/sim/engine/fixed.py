@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from lbproxy.sim.engine.presets import BLOCK_TOKENS, Preset
-from lbproxy.sim.engine.sequence import EngineGauges, FirstToken, Hold, RequestTooLong, SimRequest, StepDone
+from lbproxy.sim.engine.sequence import EngineGauges, FirstToken, PlainServer, SimRequest, StepDone, check_length
 
 TICK_S = 0.1
 """Where tokens are not named, results come at least so often while some request generates (work seconds), so that the
@@ -92,7 +92,7 @@ class _Sequence:
     gone: bool = False
 
 
-class FixedEngine:
+class FixedEngine(PlainServer):
     """One server. Not to be shared by drivers. Of the preset only slots, cache size and longest context count."""
 
     def __init__(
@@ -140,11 +140,7 @@ class FixedEngine:
         """Take a request in, none whose KV goes from engine to engine. Raises `RequestTooLong`."""
         assert request.hold is None
         assert request.source is None
-        if request.prompt_tokens + request.output_tokens > self.max_model_len:
-            raise RequestTooLong(
-                f"{request.prompt_tokens} prompt and {request.output_tokens} output tokens exceed "
-                f"the {self.max_model_len} of the model"
-            )
+        check_length(request, self.max_model_len)
         self._run(now)
         self._waiting[request.id] = _Sequence(request)
         self._fill()
@@ -161,27 +157,11 @@ class FixedEngine:
         self._fill()
         return True
 
-    def release(self, hold: Hold, *, now: float) -> bool:
-        """Nothing is held here."""
-        return False
-
-    def renew(self, hold: Hold, expires_at: float, *, now: float) -> None:
-        """Nothing is held here."""
-
-    def poke(self, request_id: str, *, now: float) -> None:
-        """Nothing is received here."""
-
     def set_speed(self, speed: float, *, now: float) -> None:
         """Be so many times as fast from now on, also with what has begun."""
         assert speed > 0
         self._run(now)
         self._speed = speed
-
-    def unload_adapter(self, adapter: str, *, now: float) -> None:
-        """Nothing is loaded here."""
-
-    def forget(self, *, now: float) -> None:
-        """Nothing is cached here."""
 
     def restart(self, *, now: float) -> list[str]:
         """Fail, and be there again, empty. Returns the ids of all requests that were lost, oldest first."""

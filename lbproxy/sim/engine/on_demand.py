@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from lbproxy.sim.engine.engine import Engine
 from lbproxy.sim.engine.fixed import FixedEngine
-from lbproxy.sim.engine.sequence import EngineGauges, Hold, RequestTooLong, SimRequest, StepDone
+from lbproxy.sim.engine.sequence import EngineGauges, PlainServer, SimRequest, StepDone, check_length
 
 NEVER = float("inf")
 OLLAMA_KEEP_S = 300.0
@@ -60,7 +60,7 @@ class _Model:
         return self.idle_since + self.keep_s if event is None else event
 
 
-class OnDemandEngine:
+class OnDemandEngine(PlainServer):
     """One server. Not to be shared by drivers."""
 
     def __init__(
@@ -99,8 +99,7 @@ class OnDemandEngine:
     def add(self, request: SimRequest, *, now: float) -> None:
         """Take a request in: for the model in the place of an adapter, or for the first. Raises `RequestTooLong`."""
         assert (request.adapter or self._base) in self._loading.load_s
-        if request.prompt_tokens + request.output_tokens > self.max_model_len:
-            raise RequestTooLong(f"prompt and output exceed the {self.max_model_len} tokens of the model")
+        check_length(request, self.max_model_len)
         self._run(now)
         self._pending[request.id] = request
         self._schedule(now)
@@ -119,30 +118,14 @@ class OnDemandEngine:
         self._schedule(now)
         return True
 
-    def release(self, hold: Hold, *, now: float) -> bool:
-        """Nothing is held here."""
-        return False
-
-    def renew(self, hold: Hold, expires_at: float, *, now: float) -> None:
-        """Nothing is held here."""
-
     def keep(self, model: str, keep_s: float) -> None:
         """Unload a model after so long without a request."""
         self._keep_s[model] = keep_s
         if model in self._models:
             self._models[model].keep_s = keep_s
 
-    def poke(self, request_id: str, *, now: float) -> None:
-        """Nothing is received here."""
-
     def set_speed(self, speed: float, *, now: float) -> None:
         """Loads and models are as fast as they are."""
-
-    def unload_adapter(self, adapter: str, *, now: float) -> None:
-        """Models are unloaded when others need their place."""
-
-    def forget(self, *, now: float) -> None:
-        """Nothing is cached here."""
 
     def restart(self, *, now: float) -> list[str]:
         """Fail, and be there again, empty. Returns the ids of all requests that were lost."""

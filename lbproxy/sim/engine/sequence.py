@@ -105,6 +105,15 @@ class SimRequest:
     """Where the KV of its prompt comes from; None = it is computed here."""
 
 
+def check_length(request: SimRequest, max_model_len: int) -> None:
+    """Raises `RequestTooLong`."""
+    if request.prompt_tokens + request.output_tokens > max_model_len:
+        raise RequestTooLong(
+            f"{request.prompt_tokens} prompt and {request.output_tokens} output tokens exceed "
+            f"the {max_model_len} of the model"
+        )
+
+
 class FirstToken(NamedTuple):
     """A request's prefill is done."""
 
@@ -131,6 +140,26 @@ class StepDone(NamedTuple):
     """Requests that got their last token."""
     failed: tuple[str, ...] = ()
     """Requests that ended without a last token, because the KV of their prompt could not be read."""
+
+
+class PlainServer:
+    """Those calls of `engine.Engine` that have no effect on a server which keeps no KV between requests."""
+
+    def release(self, hold: Hold, *, now: float) -> bool:
+        """Nothing is held here."""
+        return False
+
+    def renew(self, hold: Hold, expires_at: float, *, now: float) -> None:
+        """Nothing is held here."""
+
+    def poke(self, request_id: str, *, now: float) -> None:
+        """Nothing is received here."""
+
+    def unload_adapter(self, adapter: str, *, now: float) -> None:
+        """No adapter has a slot here."""
+
+    def forget(self, *, now: float) -> None:
+        """Nothing is cached here."""
 
 
 @dataclass(slots=True)
