@@ -3,16 +3,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import orjson
 from aiohttp import web
 
 from lbproxy.sim.mock.apis import pooling
+from lbproxy.sim.mock.apis.fields import Json
 from lbproxy.sim.mock.apis.pooling import PoolingCall
 from lbproxy.sim.mock.serving.desk import Desk, fields_of, json_response
 
-_TEXTS = {"/v1/embeddings": "embd", "/pooling": "pooling", "/classify": "classify"}
+_READERS: Mapping[str, Callable[[Json], PoolingCall]] = {
+    "/v1/embeddings": partial(pooling.parse_texts, "embd"),
+    "/pooling": partial(pooling.parse_texts, "pooling"),
+    "/classify": partial(pooling.parse_texts, "classify"),
+    **dict.fromkeys(("/score", "/v1/score"), pooling.parse_score),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), pooling.parse_rerank),
+}
 
 
 class RequestHandlers:
@@ -23,23 +31,13 @@ class RequestHandlers:
 
     def routes(self) -> list[web.RouteDef]:
         return [
-            *(web.post(path, partial(self._texts, kind=kind)) for path, kind in _TEXTS.items()),
-            *(web.post(path, self._score) for path in ("/score", "/v1/score")),
-            *(web.post(path, self._rerank) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
+            *(web.post(path, partial(self._read, parse)) for path, parse in _READERS.items()),
             web.post("/tokenize", self._tokenize),
             web.post("/detokenize", self._detokenize),
         ]
 
-    async def _texts(self, request: web.Request, kind: str) -> web.StreamResponse:
-        return await self._read(request, pooling.parse_texts(kind, await fields_of(request)))
-
-    async def _score(self, request: web.Request) -> web.StreamResponse:
-        return await self._read(request, pooling.parse_score(await fields_of(request)))
-
-    async def _rerank(self, request: web.Request) -> web.StreamResponse:
-        return await self._read(request, pooling.parse_rerank(await fields_of(request)))
-
-    async def _read(self, request: web.Request, call: PoolingCall) -> web.StreamResponse:
+    async def _read(self, parse: Callable[[Json], PoolingCall], request: web.Request) -> web.StreamResponse:
+        call = parse(await fields_of(request))
         choices = await self._desk.prefill(call.prompts, call.model)
         identity = self._desk.identity(request, f"{call.prefix}-", call.model)
         return json_response(pooling.response_body(identity, call, choices))
