@@ -45,10 +45,16 @@ def ref(name: str) -> Schema:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-def record(**properties: Schema) -> Schema:
+def record(*alike: Mapping[str, Schema], **properties: Schema) -> Schema:
     """An object with these fields. A name that is a keyword of Python ends in an underscore."""
-    named = {name.removesuffix("_"): schema for name, schema in properties.items()}
+    named = {name: schema for fields_ in alike for name, schema in fields_.items()}
+    named |= {name.removesuffix("_"): schema for name, schema in properties.items()}
     return {"type": "object", "required": [*named], "properties": named}
+
+
+def _all(schema: Schema, names: str) -> dict[str, Schema]:
+    """Fields that have the same schema, for `record`."""
+    return dict.fromkeys(names.split(), schema)
 
 
 def _maybe(schema: Schema) -> Schema:
@@ -93,50 +99,25 @@ _ERROR = record(message=TEXT, type=TEXT, param=_maybe(TEXT), code=TEXT) | {
 _ERROR["properties"] = {**_ERROR["properties"], "problems": _list(TEXT)}  # type: ignore[dict-item]
 
 _SLEEP = record(
-    state=_one_of(one.value for one in Phase),
-    for_s=NUMBER,
-    left_s=_maybe(NUMBER),
-    failures=COUNT,
-    host=_maybe(TEXT),
+    state=_one_of(one.value for one in Phase), for_s=NUMBER, left_s=_maybe(NUMBER), failures=COUNT, host=_maybe(TEXT)
 )
 
 _RECENT = record(
-    requests=COUNT,
-    failed=COUNT,
-    first_byte_ms=_maybe(NUMBER),
-    first_byte_off=_maybe(NUMBER),
-    hit_ratio=_maybe(NUMBER),
-    predicted_hit_ratio=_maybe(NUMBER),
+    _all(COUNT, "requests failed"),
+    _all(_maybe(NUMBER), "first_byte_ms first_byte_off hit_ratio predicted_hit_ratio"),
 )
 
 _ENDPOINT = record(
-    name=TEXT,
-    url=TEXT,
-    engine=TEXT,
+    _all(TEXT, "name url engine from"),
+    _all(_maybe(TEXT), "connector reason"),
+    _all(COUNT, "tier in_flight awaiting_first_byte elsewhere placed"),
+    _all(_maybe(NUMBER), "lease_s waiting running kv_utilization kv_fill metrics_age_s"),
+    _all(FLAG, "draining leaving drained backing_off readmitted"),
     role=_one_of(one.value for one in Role),
-    connector=_maybe(TEXT),
-    tier=COUNT,
     limits_used=_each(NUMBER),
-    from_=TEXT,
-    lease_s=_maybe(NUMBER),
     health=_HEALTH,
-    reason=_maybe(TEXT),
-    draining=FLAG,
-    leaving=FLAG,
-    drained=FLAG,
-    backing_off=FLAG,
-    readmitted=FLAG,
     share=NUMBER,
-    in_flight=COUNT,
-    awaiting_first_byte=COUNT,
-    elsewhere=COUNT,
-    placed=COUNT,
-    waiting=_maybe(NUMBER),
-    running=_maybe(NUMBER),
-    kv_utilization=_maybe(NUMBER),
     kv_cached_tokens=_maybe(COUNT),
-    kv_fill=_maybe(NUMBER),
-    metrics_age_s=_maybe(NUMBER),
     models=_maybe(_list(TEXT)),
     learned=_maybe(_learned(EndpointLearned)),
     recent=_maybe(_RECENT),
@@ -145,20 +126,15 @@ _ENDPOINT = record(
 )
 
 _REPLICA = record(
-    id=TEXT,
-    name=TEXT,
-    version=TEXT,
+    _all(TEXT, "id name version"),
+    _all(COUNT, "resets missed"),
     in_flight=_maybe(COUNT),
     batch_age_s=_maybe(NUMBER),
     complete=FLAG,
-    resets=COUNT,
-    missed=COUNT,
 )
 
 _REPLICAS = record(
-    id=TEXT,
-    name=TEXT,
-    url=TEXT,
+    _all(TEXT, "id name url"),
     connected=FLAG,
     problem=_maybe(TEXT),
     heartbeat_age_s=_maybe(NUMBER),
@@ -170,25 +146,17 @@ _TOKENS = record(
 )
 
 _STATE = record(
-    version=TEXT,
+    _all(TEXT, "version policy"),
+    _all(_maybe(TEXT), "listen token_file"),
+    _all(COUNT, "pid running client_connections"),
+    _all(_list(_TOKENS), "flows tokens"),
     at=STAMP,
-    listen=_maybe(TEXT),
-    pid=COUNT,
-    token_file=_maybe(TEXT),
     uptime_s=NUMBER,
-    policy=TEXT,
     stopping=FLAG,
-    running=COUNT,
-    client_connections=COUNT,
     workers=_list(
         record(
-            index=COUNT,
-            pid=COUNT,
-            client_connections=COUNT,
-            upstream_connections=COUNT,
-            running=COUNT,
-            cpu_share=NUMBER,
-            loop_lag_ms=NUMBER,
+            _all(COUNT, "index pid client_connections upstream_connections running"),
+            _all(NUMBER, "cpu_share loop_lag_ms"),
             memory_bytes=_maybe(COUNT),
         )
     ),
@@ -200,62 +168,39 @@ _STATE = record(
     endpoints=_list(ref("Endpoint")),
     models=_list(
         record(
+            _all(COUNT, "endpoints waiting"),
+            _all(_maybe(NUMBER), "predicted_wait_s room"),
             model=TEXT,
-            endpoints=COUNT,
             recommended=_maybe(COUNT),
             recommended_known=FLAG,
-            waiting=COUNT,
-            predicted_wait_s=_maybe(NUMBER),
-            room=_maybe(NUMBER),
         )
     ),
-    flows=_list(_TOKENS),
-    tokens=_list(_TOKENS),
     queue=record(
-        waiting=COUNT,
-        bytes=COUNT,
+        _all(COUNT, "waiting bytes"),
+        _all(_each(COUNT), "by_priority by_model by_flow by_reason"),
         oldest_s=_maybe(NUMBER),
-        by_priority=_each(COUNT),
-        by_model=_each(COUNT),
-        by_flow=_each(COUNT),
-        by_reason=_each(COUNT),
     ),
     learned=_maybe(_learned(PoolLearned)),
     transitions=_list(record(at=STAMP, endpoint=TEXT, from_=_STANDING, to=_STANDING, reason=TEXT)),
 )
 
 _POINT = record(
+    _all(COUNT, "requests errors rejected completion_tokens prompt_tokens cached_tokens in_flight waiting"),
     at=STAMP,
     seconds=NUMBER,
-    requests=COUNT,
-    errors=COUNT,
-    rejected=COUNT,
-    completion_tokens=COUNT,
-    prompt_tokens=COUNT,
-    cached_tokens=COUNT,
     first_byte_ms=record(p50=_maybe(NUMBER), p95=_maybe(NUMBER)),
-    in_flight=COUNT,
-    waiting=COUNT,
     waiting_by_reason=_each(COUNT),
 )
 
 _REQUEST = record(
-    id=TEXT,
-    engine_id=TEXT,
+    _all(TEXT, "id engine_id outcome"),
+    _all(_maybe(TEXT), "model fallback_from endpoint prefill"),
+    _all(_maybe(NUMBER), "prefill_ms cost"),
+    _all(COUNT, "status attempts"),
+    _all(NUMBER, "queue_ms duration_ms"),
     at=STAMP,
-    model=_maybe(TEXT),
-    fallback_from=_maybe(TEXT),
     stream=FLAG,
-    endpoint=_maybe(TEXT),
-    prefill=_maybe(TEXT),
-    prefill_ms=_maybe(NUMBER),
-    status=COUNT,
-    outcome=TEXT,
-    attempts=COUNT,
-    queue_ms=NUMBER,
     waited_because=_maybe(_WAIT),
-    duration_ms=NUMBER,
-    cost=_maybe(NUMBER),
     candidates=_maybe(COUNT),
     predicted=record(first_byte_ms=_maybe(NUMBER), cached_tokens=_maybe(NUMBER)),
     observed=record(
@@ -276,18 +221,14 @@ _CANDIDATE = record(
 )
 
 _DECISION = record(
+    _all(TEXT, "policy endpoint because"),
+    _all(_maybe(TEXT), "decode_on unit"),
+    _all(COUNT, "tier candidates"),
     at=STAMP,
-    policy=TEXT,
-    endpoint=TEXT,
-    decode_on=_maybe(TEXT),
     second_leg=FLAG,
-    tier=COUNT,
     overflow=_maybe(_one_of(one.value for one in Overflow)),
     lowest_costs=record(whole=_maybe(NUMBER), split=_maybe(NUMBER)),
-    because=TEXT,
     cost=_maybe(NUMBER),
-    unit=_maybe(TEXT),
-    candidates=COUNT,
     shown=_list(_CANDIDATE),
     assumed=_list(TEXT),
     left_out=_list(record(endpoint=TEXT, why=TEXT)),
@@ -299,13 +240,8 @@ _EXPLAINED = _joined(
     outcome=_maybe(TEXT),
     duration_ms=_maybe(NUMBER),
     running=FLAG,
-    method=TEXT,
-    path=TEXT,
-    route=TEXT,
-    client=TEXT,
-    flow=_maybe(TEXT),
-    alias=_maybe(TEXT),
-    error=_maybe(TEXT),
+    **_all(TEXT, "method path route client"),
+    **_all(_maybe(TEXT), "flow alias error"),
     waited=_maybe(record(because=_WAIT, meaning=TEXT, endpoint=_maybe(TEXT), full_by=_FULL_BY, wake=_maybe(_WAKE))),
     failed=_list(record(endpoint=TEXT, failure=TEXT)),
     decisions=_list(ref("Decision")),
@@ -325,21 +261,7 @@ COMPONENTS: dict[str, Schema] = {
     "Sleep": record(name=TEXT, sleep=_maybe(_SLEEP)),
     "State": _STATE,
     "Point": _POINT,
-    "Usage": record(
-        kept=FLAG,
-        all_replicas=FLAG,
-        rows=_list(
-            record(
-                day=TEXT,
-                flow=TEXT,
-                model=_maybe(TEXT),
-                prompt_uncached=COUNT,
-                prompt_cached=COUNT,
-                completion=COUNT,
-                estimated=COUNT,
-            )
-        ),
-    ),
+    "Usage": record(kept=FLAG, all_replicas=FLAG, rows=_list(_joined(_TOKENS, day=TEXT))),
     "History": record(points=_list(ref("Point"))),
     "Request": _REQUEST,
     "Requests": record(decisions=_list(ref("Request"))),
