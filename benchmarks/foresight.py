@@ -14,15 +14,59 @@ request whose blocks are not all free waits for them, where the engine would beg
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lbproxy.sim.engine.engine import Engine
+from lbproxy.sim.engine.kv_cache import BlockPool
+from lbproxy.sim.engine.lora_slots import LoraSlots
 from lbproxy.sim.engine.presets import BLOCK_TOKENS, Preset
-from lbproxy.sim.engine.sequence import Outlook, Running
+from lbproxy.sim.engine.sequence import Running
 
 MAX_STEPS = 4000
 """Looked ahead; more than a minute. Whoever has not begun by then is taken to begin."""
+
+
+class Outlook(NamedTuple):
+    """The engine's own state, for who has to foresee what it will do; not to be changed."""
+
+    preset: Preset
+    seconds_per_ms: float
+    pool: BlockPool
+    lora: LoraSlots
+    step_ends_at: float | None
+    """When the step in flight ends; None = idle."""
+    steps_done: int
+    context: int
+    """Computed tokens of all decodes together."""
+    decoding: Mapping[str, Running]
+    finishing: Mapping[int, Sequence[Running]]
+    """By how many steps will be done then; an entry counts if the sequence's `finishes_at` says the same."""
+    prefills: Sequence[Running]
+    """Sequences with a chunk in the step in flight."""
+    partial: Running | None
+    """The one whose prefill goes on after that."""
+    queue: Sequence[Running]
+    """Not begun, in the order in which they will; some may be GONE."""
+
+
+def outlook_of(engine: Engine) -> Outlook:
+    """All that is to come, if nothing more is added. Cheap; valid until the next call that changes something."""
+    return Outlook(
+        engine._preset,
+        engine._seconds_per_ms,
+        engine._pool,
+        engine._lora,
+        engine._step_ends_at,
+        engine._steps_done,
+        engine._context,
+        engine._decoding,
+        engine._finishing,
+        engine._prefills,
+        engine._partial,
+        [*engine._waiting.values(), *engine._arriving],
+    )
 
 
 class Foreseen(NamedTuple):

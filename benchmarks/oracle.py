@@ -18,7 +18,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from benchmarks.foresight import Foreseen, PendingPrefill, foresee, slot_free_at
+from benchmarks.foresight import Foreseen, Outlook, PendingPrefill, foresee, outlook_of, slot_free_at
 from lbproxy.commands.sim import Run, balancing_of, fleet_options
 from lbproxy.config.sections.routing import RoutingSettings
 from lbproxy.core.balancer import Balancer
@@ -34,7 +34,7 @@ from lbproxy.core.requests.prompt_keys import BLOCK_BYTES
 from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.sim.engine.engine import Engine, SimRequest
 from lbproxy.sim.engine.presets import BLOCK_TOKENS
-from lbproxy.sim.engine.sequence import Outlook, Running, SequencePhase
+from lbproxy.sim.engine.sequence import Running, SequencePhase
 from lbproxy.sim.fleet.cluster import Fleet
 from lbproxy.sim.fleet.fleet import FleetOptions
 from lbproxy.sim.fleet.live import LiveBalancer, LiveJob, LiveServer
@@ -67,14 +67,14 @@ class Sight:
     def cached_tokens(self, work: SimRequest) -> int:
         """Leading tokens that are there, or will be when this request's turn comes."""
         hashes = _prompt_blocks(work)
-        found = len(self._engine.outlook().pool.match(hashes, len(hashes)))
+        found = len(outlook_of(self._engine).pool.match(hashes, len(hashes)))
         while found < len(hashes) and self._coming[hashes[found]] > 0:
             found += 1
         return found * BLOCK_TOKENS
 
     def foresee(self, work: SimRequest, cached: int, reserved: float, now: float) -> Foreseen:
         """What the request meets behind all that is there and `reserved` tokens more; as the client sees it."""
-        outlook = self._engine.outlook()
+        outlook = outlook_of(self._engine)
         self._refresh(outlook, now)
         api_s = outlook.preset.api_ms * outlook.seconds_per_ms
         before = [self._waiting(one, outlook) for one in outlook.queue if _takes_part(one, outlook)]

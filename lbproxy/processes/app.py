@@ -24,8 +24,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from lbproxy import __version__
-from lbproxy.config.sections.access import AdminSettings, ListenSettings
-from lbproxy.config.sections.clients import Address
+from lbproxy.config.sections.access import AdminSettings
 from lbproxy.config.sections.models import served_names
 from lbproxy.config.text import ConfigError
 from lbproxy.config.tree import Settings
@@ -63,7 +62,7 @@ from lbproxy.net.listening.bind import open_sockets
 from lbproxy.net.listening.inherit import HandedOver, Inherited, hand_over
 from lbproxy.net.listening.notify import Notifier
 from lbproxy.processes import process
-from lbproxy.processes.data_plane import DataPlane, Loop, Parts, listening_url
+from lbproxy.processes.data_plane import DataPlane, Loop, Parts, listening_url, place_of
 
 if TYPE_CHECKING:
     from lbproxy.processes.plane import WorkersPlane
@@ -360,7 +359,7 @@ class Proxy:
     async def _take_over(self, settings: Settings) -> tuple[Settings, list[str]]:
         """Returns what holds now, and the keys that cannot be changed and would be. Raises ConfigError."""
         own = {key: getattr(self.settings, key) for key in ("listen", "admin")}
-        kept = {key: value for key, value in own.items() if _place(getattr(settings, key)) != _place(value)}
+        kept = {key: value for key, value in own.items() if place_of(getattr(settings, key)) != place_of(value)}
         problems = [
             f"endpoints: {one.url} leads to lbproxy's own {key}, which a reload does not change"
             for one in settings.endpoints
@@ -562,12 +561,6 @@ def _log_reload(settings: Settings, endpoints: int, result: ReloadResult) -> Non
     text = "settings reloaded: %d endpoints by %s"
     extra = {"event": "reload", "endpoints": endpoints, "changed": result.changed}
     logger.info(text, endpoints, settings.routing.policy, extra=extra)
-
-
-def _place(address: Address | None) -> tuple[object, ...] | None:
-    """What of a listener's settings a reload cannot change."""
-    encrypted = isinstance(address, ListenSettings) and address.tls is not None
-    return None if address is None else (str(address), address.mode, encrypted)
 
 
 def _banner(settings: Settings, listening: Listening, keys: int | None) -> str:

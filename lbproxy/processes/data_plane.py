@@ -197,6 +197,12 @@ def listening_url(address: Address, port: int) -> str:
     return f"{scheme}://{host}:{port}"
 
 
+def place_of(address: Address | None) -> tuple[object, ...] | None:
+    """What of a listener's settings a reload cannot change."""
+    encrypted = isinstance(address, ListenSettings) and address.tls is not None
+    return None if address is None else (str(address), address.mode, encrypted)
+
+
 def _is_local(sock: socket.socket) -> bool:
     """Whether only this machine reaches it."""
     return sock.family == socket.AF_UNIX or is_loopback([sock])

@@ -23,7 +23,7 @@ from lbproxy.core.observed.sink import Sink
 from lbproxy.net.connections.pool import ConnectionPool
 from lbproxy.processes import process
 from lbproxy.processes.control import SHARES, Ready, Start, Stop, Stopped, Stopping, Text, ToChild
-from lbproxy.processes.data_plane import DataPlane
+from lbproxy.processes.data_plane import DataPlane, place_of
 from lbproxy.processes.supervised import SupervisorLink, read
 from lbproxy.proxy.front.bodies import BESIDE
 from lbproxy.proxy.front.overload import default_bodies
@@ -200,7 +200,8 @@ class Worker:
     async def _use(self, settings: Text) -> None:
         try:
             wanted, now = dealt(read(settings), self._start.workers), self._settings
-            wanted = wanted.model_copy(update={"listen": now.listen} if _moves(wanted, now) else {})
+            moves = place_of(wanted.listen) != place_of(now.listen)
+            wanted = wanted.model_copy(update={"listen": now.listen} if moves else {})
             prepared = await self._plane.prepare(wanted)
         except ConfigError as error:  # the balancer process could read it a moment ago
             text = "this worker keeps its old settings: %s"
@@ -279,9 +280,3 @@ def dealt(settings: Settings, workers: int) -> Settings:
     budget = {"budget_per_second": retry.budget_per_second / workers}
     dealt_out = {"limits": limits.model_copy(update=share), "retry": retry.model_copy(update=budget)}
     return settings.model_copy(update=dealt_out)
-
-
-def _moves(wanted: Settings, now: Settings) -> bool:
-    """Whether a reload would change what cannot be changed: where clients connect, and whether by TLS."""
-    a, b = wanted.listen, now.listen
-    return (str(a), a.mode, a.tls is not None) != (str(b), b.mode, b.tls is not None)

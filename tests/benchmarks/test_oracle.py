@@ -9,7 +9,7 @@ import random
 import pytest
 from pydantic import ValidationError
 
-from benchmarks.foresight import PendingPrefill, foresee, slot_free_at
+from benchmarks.foresight import PendingPrefill, foresee, outlook_of, slot_free_at
 from benchmarks.oracle import ORACLES, Oracle, OracleBalancer, OracleFleet
 from lbproxy.config.balancing import BalancingSettings
 from lbproxy.config.sections.routing import AdmissionSettings, RoutingSettings
@@ -54,7 +54,7 @@ def waiting(engine: Engine) -> list[PendingPrefill]:
         PendingPrefill(
             one.ready_at, one.known_tokens, 0, one.known_tokens // 16 + 1, one.request.output_tokens - one.generated
         )
-        for one in engine.outlook().queue
+        for one in outlook_of(engine).queue
     ]
 
 
@@ -65,7 +65,7 @@ def test_first_token_comes_when_foreseen(seed: int) -> None:
     tokens, now = rng.randint(1, 30_000), now + rng.random() / 10
     engine.advance(now=now)
     ready_at = now + QWEN.api_ms / 1000
-    found = foresee(engine.outlook(), waiting(engine), PendingPrefill(ready_at, tokens, 0, tokens // 16 + 1, 5))
+    found = foresee(outlook_of(engine), waiting(engine), PendingPrefill(ready_at, tokens, 0, tokens // 16 + 1, 5))
     engine.add(SimRequest("mine", tokens, 5), now=now)
     assert found.first_at == pytest.approx(first_token_at(engine, "mine"), abs=1e-6)
     assert ready_at <= found.begins_at < found.first_at
@@ -83,7 +83,7 @@ def test_full_cache_is_foreseen() -> None:
     engine.add(SimRequest("b", 80, 75), now=0.0)
     engine.advance(now=0.1)
     tokens = 120
-    found = foresee(engine.outlook(), [], PendingPrefill(0.1, tokens, 0, 8, 2))
+    found = foresee(outlook_of(engine), [], PendingPrefill(0.1, tokens, 0, 8, 2))
     engine.add(SimRequest("mine", tokens, 2), now=0.1)
     assert found.first_at == pytest.approx(first_token_at(engine, "mine"))
     assert found.begins_at == pytest.approx(0.51)
@@ -94,11 +94,11 @@ def test_slot_of_an_adapter_is_foreseen() -> None:
     engine = Engine(dataclasses.replace(STEADY, max_loras=2))
     engine.add(SimRequest("a", 10, 20, adapter="x"), now=0.0)
     engine.add(SimRequest("b", 10, 10, adapter="y"), now=0.0)
-    while engine.outlook().steps_done < 2:
+    while outlook_of(engine).steps_done < 2:
         due = engine.next_event()
         assert due is not None
         engine.advance(now=due)
-    outlook = engine.outlook()
+    outlook = outlook_of(engine)
     assert slot_free_at(outlook, "x", 5.0) == slot_free_at(outlook, None, 5.0) == 5.0
     assert slot_free_at(outlook, "z", 5.0) == pytest.approx(5.0 + 9 * 0.010 * outlook.lora.slowdown)
 

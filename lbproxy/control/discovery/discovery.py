@@ -98,31 +98,27 @@ class MemberSpecs:
 
 def _common(entry: EndpointSettings) -> Callable[..., EndpointSpec]:
     """What all specs of an entry have in common."""
+    silent = entry.engine in {LBPROXY, OLLAMA, LM_STUDIO} and "metrics" not in entry.model_fields_set
     return partial(
         EndpointSpec,
-        engine=entry.engine,
-        metrics=None
-        if entry.engine in {LBPROXY, OLLAMA, LM_STUDIO} and "metrics" not in entry.model_fields_set
-        else entry.metrics,
-        health=entry.health,
-        models=entry.models,
-        model=entry.model,
-        tier=entry.tier,
-        forward_headers=entry.forward_headers,
-        client_keep_alive=entry.client_keep_alive,
+        **{name: getattr(entry, name) for name in _SAME},
+        metrics=None if silent else entry.metrics,
         bounds=_bounds(entry),
-        kv_cache_tokens=entry.kv_cache_tokens,
         ranks=entry.ranks or None,
         role=None if entry.role == "auto" else Role(entry.role),
         connector=None if entry.connector == "auto" else entry.connector,
-        bootstrap_port=entry.bootstrap_port,
-        kv_events=entry.kv_events,
-        kv_events_replay=entry.kv_events_replay,
         sleep=_sleep(entry),
         loading=_loading(entry),
         api_key=None if entry.api_key is None else ApiKey(entry.api_key.get_secret_value()),
         proxy=None if entry.proxy is None else _proxy(entry.proxy),
     )
+
+
+_SAME = (
+    *("engine", "health", "models", "model", "tier", "forward_headers", "client_keep_alive", "kv_cache_tokens"),
+    *("bootstrap_port", "kv_events", "kv_events_replay"),
+)
+"""What a spec has as its entry says it."""
 
 
 def _loading(entry: EndpointSettings) -> LoadSpec:

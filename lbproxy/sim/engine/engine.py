@@ -50,7 +50,6 @@ from lbproxy.sim.engine.sequence import (
     Hold,
     KvSource,
     KvState,
-    Outlook,
     RequestTooLong,
     Running,
     SequencePhase,
@@ -261,23 +260,6 @@ class Engine:
     def gauges(self) -> EngineGauges:
         """As of the latest step that `advance`, `add` or `abort` came past."""
         return self._gauges
-
-    def outlook(self) -> Outlook:
-        """All that is to come, if nothing more is added. Cheap; valid until the next call that changes something."""
-        return Outlook(
-            self._preset,
-            self._seconds_per_ms,
-            self._pool,
-            self._lora,
-            self._step_ends_at,
-            self._steps_done,
-            self._context,
-            self._decoding,
-            self._finishing,
-            self._prefills,
-            self._partial,
-            [*self._waiting.values(), *self._arriving],
-        )
 
     # What it does by itself
 

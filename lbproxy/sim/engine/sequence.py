@@ -7,14 +7,10 @@ another engine (`Hold`). What changes them, and when, is `engine.py`'s and `hand
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol
-
-from lbproxy.sim.engine.kv_cache import BlockPool
-from lbproxy.sim.engine.lora_slots import LoraSlots
-from lbproxy.sim.engine.presets import Preset
 
 LEASE_S = 30.0
 """vLLM's `kv_lease_duration`: how long prefilled KV is held for a decode that has not been heard of."""
@@ -250,26 +246,3 @@ class Running:
     def known_tokens(self) -> int:
         """The prompt and what was generated: what a prefill, or one after a preemption, has to compute."""
         return self.request.prompt_tokens + self.generated
-
-
-class Outlook(NamedTuple):
-    """The engine's own state, for who has to foresee what it will do; not to be changed."""
-
-    preset: Preset
-    seconds_per_ms: float
-    pool: BlockPool
-    lora: LoraSlots
-    step_ends_at: float | None
-    """When the step in flight ends; None = idle."""
-    steps_done: int
-    context: int
-    """Computed tokens of all decodes together."""
-    decoding: Mapping[str, Running]
-    finishing: Mapping[int, Sequence[Running]]
-    """By how many steps will be done then; an entry counts if the sequence's `finishes_at` says the same."""
-    prefills: Sequence[Running]
-    """Sequences with a chunk in the step in flight."""
-    partial: Running | None
-    """The one whose prefill goes on after that."""
-    queue: Sequence[Running]
-    """Not begun, in the order in which they will; some may be GONE."""
