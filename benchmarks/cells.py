@@ -140,3 +140,22 @@ ROBUSTNESS: dict[str, dict[str, Cell]] = {
     }.items()
 }
 """Some cells, each undisturbed and disturbed."""
+
+PUBLISHED: dict[str, Cell] = {
+    "toolagent x2.5": Cell("toolagent", {"speedup": 2.5, "duration_s": 100}),
+    "Bailian chat x4": Cell("bailian-chat", {"speedup": 4, "duration_s": 100}),
+    "Bailian business x4": Cell("bailian-business", {"speedup": 4, "duration_s": 60}),
+    "Bailian thinking x1.3": Cell("bailian-thinking", {"speedup": 1.3, "duration_s": 200}),
+    "Bailian coder x1.6": Cell("bailian-coder", {"speedup": 1.6, "duration_s": 120}),
+    "BurstGPT x200": Cell("burstgpt", {"speedup": 200, "duration_s": 60}),
+    "Chutes DeepSeek x0.7": Cell("chutes-deepseek", {"speedup": 0.7, "duration_s": 100}),
+    "Chutes MiniMax x0.3": Cell("chutes-minimax", {"speedup": 0.3, "duration_s": 150}),
+    "AgentX, 16 sessions": Cell(
+        "agentx",
+        {"sessions": 16, "compact_at": 200_000, "duration_s": 200, "warm_up_s": 80},
+        servers=4,
+        more={"fleet": [{"count": 4, "preset": "qwen-32b-4xh100", "max_model_len": 262_144}]},
+    ),
+}
+"""For PUBLISHED.md: the traffic of other services, so many times as fast as theirs. AgentX needs larger servers, and is
+compacted at 200,000 tokens."""

@@ -10,12 +10,13 @@ policy, and the simulation is deterministic, so a figure can be had again, digit
     python -m benchmarks.routing --robustness         # what wrong sizes and late gauges cost
     python -m benchmarks.routing --lora               # adapters: loads, and what affinity is worth
     python -m benchmarks.routing --agents             # coding agents: every policy, three seeds
+    python -m benchmarks.routing --published          # the traffic that other services published
     python -m benchmarks.routing --targets            # what routing has to reach, and what it does
 
 Without the traces (paths by option) the replays run on stand-ins with their statistics, and the tables say so. Writes
-`results/routing-short.json` or `-full.json` and the tables to `ROUTING.md`; --lora `LORA.md` and --agents `AGENTS.md`
-alone. --targets, --robustness and --agents run in one process, keep every run in `results` as it is done, and go on
-where they were stopped; the first two write `TARGETS.md` and `ROBUSTNESS.md`.
+`results/routing-short.json` or `-full.json` and the tables to `ROUTING.md`; each option its page. --targets,
+--robustness, --agents and --published run in one process, keep every run in `results` as it is done, and go on where
+they were stopped.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from benchmarks import agents
-from benchmarks.cells import AGENTS, CELLS, GIE_LORA, LORA, LORA_CAPACITY, ROBUSTNESS, Cell
+from benchmarks.cells import AGENTS, CELLS, GIE_LORA, LORA, LORA_CAPACITY, PUBLISHED, ROBUSTNESS, Cell
 from benchmarks.targets import Found, Kept, Runner, chosen_parts, found_of, run_parts
 from benchmarks.verdicts import mean, page, ratio, shown
 from lbproxy import __version__
@@ -298,6 +299,24 @@ def run_agents(args: argparse.Namespace) -> int:
     return 0
 
 
+# Published traffic
+
+
+def run_published(args: argparse.Namespace) -> int:
+    """PUBLISHED.md, of what is not kept yet and what is."""
+    policies, seeds = args.policies or SHORT_POLICIES, args.seeds or SHORT_SEEDS
+    runner = _runner(args, "published")
+    found: dict[str, dict[str, list[Summary]]] = {}
+    for (name, cell), seed, policy in product(PUBLISHED.items(), range(1, seeds + 1), policies):
+        summary = runner.run(name, cell, policy, seed).summary
+        found.setdefault(name, {}).setdefault(policy, []).append(summary)
+    title = f"`python -m benchmarks.routing --published`, lbproxy {__version__}, {seeds} seeds a cell."
+    tables = [Table(name, PUBLISHED[name], runs) for name, runs in found.items()]
+    (HERE / "PUBLISHED.md").write_text(_page("Published traffic, simulated", title, tables), "utf-8")
+    print(against_best(tables))
+    return 0
+
+
 # Targets
 
 
@@ -337,12 +356,15 @@ def write(tables: Sequence[Table], args: argparse.Namespace, *, cpu_s: float) ->
     traces = _replays(args)
     command = f"python -m benchmarks.routing{' --short' if args.short else ''}"
     title = f"`{command}`, lbproxy {__version__}, {seeds} seeds a cell, {traces};"
-    title += f" {cpu_s / 60:.0f} minutes of CPU.\n"
-    title += "TTFT against the first policy: paired over seeds, 95 % bootstrap interval."
-    parts = [f"# Routing, simulated\n\n{title}\n\n## {OURS} against the best baseline of each cell\n\n"]
-    parts.append(against_best(tables))
+    title += f" {cpu_s / 60:.0f} minutes of CPU."
+    (HERE / "ROUTING.md").write_text(_page("Routing, simulated", title, tables), "utf-8")
+
+
+def _page(name: str, title: str, tables: Sequence[Table]) -> str:
+    title += "\nTTFT against the first policy: paired over seeds, 95 % bootstrap interval."
+    parts = [f"# {name}\n\n{title}\n\n## {OURS} against the best baseline of each cell\n\n", against_best(tables)]
     parts += [f"\n## {table.name}\n\n{_described(table.cell)}\n\n{markdown(table.runs)}" for table in tables]
-    (HERE / "ROUTING.md").write_text("".join(parts), "utf-8")
+    return "".join(parts)
 
 
 def _described(cell: Cell) -> str:
@@ -361,6 +383,7 @@ def main() -> int:
     parser.add_argument("--robustness", action="store_true", help="some cells with wrong sizes and late gauges instead")
     parser.add_argument("--lora", action="store_true", help="what affinity to adapters is worth instead")
     parser.add_argument("--agents", action="store_true", help="coding agents instead, for AGENTS.md")
+    parser.add_argument("--published", action="store_true", help="traffic that other services published instead")
     parser.add_argument("--targets", action="store_true", help="what routing has to reach, in one process")
     parser.add_argument(
         "--render", action="store_true", help="with --targets or --agents: the page of the runs that there are"
@@ -384,6 +407,8 @@ def main() -> int:
         return run_lora(args)
     if args.agents:
         return run_agents(args)
+    if args.published:
+        return run_published(args)
     chosen = scenarios(args)
     if not chosen:
         parser.error("no cell has such a name")
