@@ -18,7 +18,7 @@ def test_metrics_has_every_family_of_replicas() -> None:
     log = ProcessLog(LogSettings())
     telemetry = Telemetry(log)
     try:
-        telemetry.watch_replicas(lambda: exchanged(other("lb-2")))
+        telemetry.watched.replicas = lambda: exchanged(other("lb-2"))
         page = run(telemetry.page())[0].decode()
     finally:
         log.close()

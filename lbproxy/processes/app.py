@@ -159,17 +159,17 @@ class Proxy:
         self.plane: Plane = DataPlane(*parts) if make_plane is None else make_plane(parts)
         self.telemetry.watch(runtime)
         self.telemetry.models = served_names(settings.models)
-        self.telemetry.watch_load(self.plane.own_load, self.plane.pulse, self.plane.workers)
+        watched = self.telemetry.watched
+        watched.load, watched.workers = self.plane.own_load, self.plane.workers
+        self.plane.pulse.listen(self.telemetry.lag.observe)
         self.scraping = Scraping(self.connections, settings.scrape, Engines(settings.engines), rng, self._found_ranks)
         self.keeper = Keeper(balancer, settings.state, self.telemetry.loads.state, runtime.now)
         self.replication = make_replication(settings.replicas, balancer, runtime)
         if self.replication is not None:
-            self.telemetry.watch_replicas(self.replication.facts)
+            watched.replicas = self.replication.facts
         self.drivers = _Drivers(KvEvents(balancer, runtime), SleepDriver(balancer, runtime, self.connections, rng))
-        self.telemetry.watch_kv_events(self.drivers.kv_events.stats)
-        self.telemetry.watch_sleeping(self.drivers.sleep)
-        self.discovery = Discovery(settings, rng)
-        self.telemetry.watch_sources(self.discovery)
+        watched.kv_events, watched.sleeping = self.drivers.kv_events.stats, self.drivers.sleep
+        self.discovery = watched.sources = Discovery(settings, rng)
         every = balancer.endpoints.every
         self.history = History(self.telemetry.totals, every, lambda: balancer.queue(now=runtime.now()))
         self.overlay = Overlay()
@@ -412,8 +412,7 @@ class Proxy:
         for source in self.sources:
             source.cancel()
         self.discovery.replaced_by(discovery)
-        self.discovery = discovery
-        self.telemetry.watch_sources(discovery)
+        self.discovery = self.telemetry.watched.sources = discovery
         self.members.adopt(discovery.endpoints())
         self._start_sources()
 

@@ -72,7 +72,7 @@ class WorkerTotals:
 
 
 class Lags:
-    """How late the workers' event loops are: see telemetry.Ticker."""
+    """How late the workers' event loops are: see driver.pulse.Pulse."""
 
     def __init__(self) -> None:
         self._listeners: list[Callable[[float], None]] = []

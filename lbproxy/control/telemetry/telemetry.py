@@ -18,7 +18,7 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from prometheus_client import ProcessCollector
@@ -90,23 +90,20 @@ class Snapshots(Protocol):
         """What was learned of these endpoints; empty under policies that learn nothing."""
 
 
-class Ticker(Protocol):
-    """Something that tells how late an event loop is: a `Pulse`."""
-
-    def listen(self, listener: Callable[[float], None]) -> None:
-        """Have `listener` called with the lag, in seconds, at each tick."""
-
-
 @dataclass
-class _Watched:
-    """Sources of families that are shown only where their feature is in use."""
+class TelemetrySources:
+    """Sources of families that are shown only where their feature is in use. Set by the owner."""
 
     sources: Discovery | None = None
+    """How finding endpoints gets on."""
     load: Callable[[], OwnLoad] | None = None
+    """What is open, what is refused and why."""
     workers: Callable[[], Workers | None] | None = None
     replicas: Callable[[], ReplicationFacts] | None = None
-    kv_events: Mapping[str, KvStats] | None = None
+    kv_events: Mapping[str, KvStats] = field(default_factory=dict)
+    """How the KV events of endpoints arrive, while any are read."""
     sleeping: Sleeping | None = None
+    """Which endpoints sleep, while any may."""
 
 
 class Telemetry:
@@ -117,12 +114,12 @@ class Telemetry:
         self.log = log
         self._pool: Snapshots | None = None
         self._scrapers: dict[EndpointUid, Scraper] = {}
-        self._watched = _Watched()
-
+        self.watched = TelemetrySources()
         self._requests = RequestCounts(lambda: self._forget_the_gone(self._snapshot()))
         self._transitions: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._ejections: defaultdict[tuple[str, str], int] = defaultdict(int)
-        self._lag = Histogram(LAG_BUCKETS)
+        self.lag = Histogram(LAG_BUCKETS)
+        """How late the event loops are. The owner has it observe each tick."""
         self.models: Sequence[str] = ()
         """Those that the settings name, whoever serves them. Kept by who loads the settings."""
         self.loads = Loads()
@@ -136,29 +133,6 @@ class Telemetry:
     def watch_scrapes(self, scraper: Scraper) -> None:
         """Show how this scraper gets on, until its endpoint leaves the pool."""
         self._scrapers[scraper.endpoint.uid] = scraper
-
-    def watch_load(
-        self, load: Callable[[], OwnLoad], pulse: Ticker, workers: Callable[[], Workers | None] | None = None
-    ) -> None:
-        """Show what is open, what is refused and why, and how late the event loop is."""
-        self._watched.load, self._watched.workers = load, workers
-        pulse.listen(self._lag.observe)
-
-    def watch_sources(self, sources: Discovery) -> None:
-        """Show how finding endpoints gets on."""
-        self._watched.sources = sources
-
-    def watch_replicas(self, replicas: Callable[[], ReplicationFacts]) -> None:
-        """Show the exchange with other replicas."""
-        self._watched.replicas = replicas
-
-    def watch_kv_events(self, events: Mapping[str, KvStats]) -> None:
-        """Show how the KV events of endpoints arrive, while any are read."""
-        self._watched.kv_events = events
-
-    def watch_sleeping(self, sleeping: Sleeping) -> None:
-        """Show which endpoints sleep, while any may."""
-        self._watched.sleeping = sleeping
 
     # Sink
 
@@ -235,20 +209,20 @@ class Telemetry:
         yield from scaling_families(snapshot.models)
         yield from self._requests.special(snapshot)
         yield from self._scrape_families()
-        if self._watched.sources is not None:
-            yield from source_families(self._watched.sources.names, self._watched.sources.files)
-        workers = None if self._watched.workers is None else self._watched.workers()
+        watched = self.watched
+        workers = None if watched.workers is None else watched.workers()
+        if watched.sources is not None:
+            yield from source_families(watched.sources.names, watched.sources.files)
         yield from self._process_families(snapshot, workers)
-        if self._watched.load is not None:
-            yield from load_families(self._watched.load())
+        if watched.load is not None:
+            yield from load_families(watched.load())
         if workers is not None:
             yield from worker_families(workers)
-        if self._watched.replicas is not None:
-            yield from replica_families(self._watched.replicas())
-        if self._watched.kv_events is not None:
-            yield from kv_families(dict(self._watched.kv_events))
-        if self._watched.sleeping is not None:
-            yield from sleep_families(self._watched.sleeping, snapshot)
+        if watched.replicas is not None:
+            yield from replica_families(watched.replicas())
+        yield from kv_families(dict(watched.kv_events))
+        if watched.sleeping is not None:
+            yield from sleep_families(watched.sleeping, snapshot)
         yield from self._process.collect()
 
     def _snapshot(self) -> PoolSnapshot:
@@ -284,7 +258,7 @@ class Telemetry:
         text = "Log lines dropped because standard output was too slow or closed"
         yield counter("log_lines_dropped", text, self.log.dropped_lines + dropped)
         lag = histogram("loop_lag_seconds", "Delay of the event loop, measured 20 times a second", ())
-        add_to(lag, [], self._lag)
+        add_to(lag, [], self.lag)
         yield lag
         text = "1 if the last reload of the settings succeeded, 0 if it was refused"
         yield gauge("config_reload_success", text, float(self.loads.succeeded and not self.loads.stale))

@@ -71,7 +71,7 @@ def test_a_page_has_them_only_if_there_are_replicas() -> None:
     telemetry = Telemetry(log)
     try:
         assert b"lbproxy_replica" not in run(telemetry.page())[0]
-        telemetry.watch_replicas(lambda: exchanged(other("lb-2")))
+        telemetry.watched.replicas = lambda: exchanged(other("lb-2"))
         assert b'lbproxy_replica_in_flight{replica="lb-2"} 4.0' in run(telemetry.page())[0]
     finally:
         log.close()

@@ -109,7 +109,8 @@ def telemetry(*endpoints: EndpointSnapshot) -> Iterator[tuple[Telemetry, FakePoo
     made = Telemetry(log)
     pool = FakePool(*endpoints)
     made.watch(pool)
-    made.watch_load(lambda: LOAD, pool)
+    made.watched.load = lambda: LOAD
+    pool.listen(made.lag.observe)
     try:
         yield made, pool
     finally:
