@@ -17,9 +17,10 @@ from lbproxy.config.sections.access import ListenSettings
 from lbproxy.config.sections.clients import Address
 from lbproxy.config.tree import Settings
 from lbproxy.control.admin.key_files import Credentials, Files, Watched
-from lbproxy.control.families.common import Loads, OwnLoad
+from lbproxy.control.families.common import Loads
 from lbproxy.control.telemetry.memory import Memory
 from lbproxy.core.observed.sink import Sink
+from lbproxy.driver.own_load import OwnLoad
 from lbproxy.driver.pulse import Pulse
 from lbproxy.driver.request_runtime import RequestRuntime
 from lbproxy.driver.runtime import Runtime

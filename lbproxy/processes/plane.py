@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from lbproxy.config.tree import Settings
 from lbproxy.control.admin.key_files import read_credentials
-from lbproxy.control.families.common import OwnLoad, WorkerFacts, Workers
+from lbproxy.control.families.common import WorkerFacts, Workers
 from lbproxy.core.observed.record import RequestRecord
+from lbproxy.driver.own_load import OwnLoad
 from lbproxy.extras.tracing import find_traces
 from lbproxy.processes.data_plane import Loop, Parts
 from lbproxy.workers.server import Session, WorkerServer
@@ -40,7 +41,7 @@ class WorkersFront:
     @property
     def open_connections(self) -> int:
         """Of clients."""
-        return sum(one.beat.connections for one in self._server.sessions)
+        return sum(one.beat.load.connections for one in self._server.sessions)
 
     def running_records(self) -> Iterable[RequestRecord]:
         """Of requests that run, as far as they are placed or wait."""
@@ -123,19 +124,19 @@ class WorkersPlane:
         self._loads.stale.clear()
 
     def own_load(self) -> OwnLoad:
-        beats, totals = [one.beat for one in self.server.sessions], self._totals
+        loads, totals = [one.beat.load for one in self.server.sessions], self._totals
         return OwnLoad(
-            next((one.refuses for one in beats if one.refuses), None),
+            next((one.refuses for one in loads if one.refuses), None),
             totals.by_label("refused"),
             totals.by_label("connections"),
             totals.number("handshakes"),
             totals.number("ended"),
-            sum(one.held_bytes for one in beats),
-            sum(one.max_held_bytes for one in beats),
-            sum(one.limit_bytes or 0 for one in beats) or None,
+            sum(one.held_bytes for one in loads),
+            sum(one.max_held_bytes for one in loads),
+            sum(one.limit_bytes or 0 for one in loads) or None,
             totals.by_label("traces") or None,
-            sum(one.connections for one in beats),
-            sum(one.upstreams for one in beats),
+            sum(one.connections for one in loads),
+            sum(one.upstream_connections for one in loads),
         )
 
     def workers(self) -> Workers:
@@ -177,19 +178,19 @@ class WorkersPlane:
 def _facts(session: Session) -> WorkerFacts:
     beat = session.beat
     lag_s = max(beat.lags_s, default=0.0)
-    mine = beat.connections, beat.running, beat.upstreams, beat.cpu_s
+    mine = beat.load.connections, beat.running, beat.load.upstream_connections, beat.cpu_s
     return WorkerFacts(session.index, session.pid, *mine, session.cpu_share, lag_s, beat.rss_bytes)
 
 
 def _counts(session: Session) -> Counter[str]:
-    beat = session.beat
+    beat, load = session.beat, session.beat.load
     counts: Counter[str] = Counter()
-    families = {"refused": beat.refused, "connections": beat.refused_connections, "traces": beat.traces}
+    families = {"refused": load.refused, "connections": load.refused_connections, "traces": load.traces or {}}
     for family, by_label in families.items():
         counts.update({f"{family}/{label}": n for label, n in by_label.items()})
     singles = {
-        "ended": beat.ended,
-        "handshakes": beat.failed_handshakes,
+        "ended": load.ended,
+        "handshakes": load.failed_handshakes,
         "internal": beat.internal_errors,
         "dropped": beat.dropped_lines,
         "alone": beat.placed_alone,

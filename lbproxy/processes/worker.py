@@ -238,29 +238,17 @@ class Worker:
 
     def _beat(self) -> m.WorkerFigures:
         plane, used = self._plane, resource.getrusage(resource.RUSAGE_SELF)
-        load, door, traces = plane.overload, plane.front.listener, plane.tracing.traces
         lags, self._lags = self._lags, []
         return m.WorkerFigures(
-            connections=plane.front.open_connections,
+            plane.own_load(),
             running=plane.front.running,
-            upstreams=plane.connections.open_connections,
             cpu_s=used.ru_utime + used.ru_stime,
             lags_s=tuple(lags),
-            rss_bytes=load.rss_bytes,
-            limit_bytes=load.limit_bytes,
-            held_bytes=load.held_bytes,
-            max_held_bytes=load.max_held_bytes,
-            refuses=load.refuses,
-            refused=dict(load.refused),
-            ended=load.ended,
-            refused_connections=dict(door.refused),
-            failed_handshakes=door.failed_handshakes,
+            rss_bytes=plane.overload.rss_bytes,
             internal_errors=self._log.internal_errors,
             dropped_lines=self._log.dropped_lines,
             placed_alone=self._runtime.placed_alone,
             stale=tuple(self._loads.stale),
-            accepts=not self._stop.done(),
-            traces={} if traces is None else traces.results,
         )
 
 

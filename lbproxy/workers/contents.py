@@ -20,6 +20,8 @@ from lbproxy.workers.origins import NOT_KEPT
 _PLACED: Final = m.Placed.__struct_config__.tag
 _SAME: Final = m.Ended.__struct_fields__[6:]
 """Attributes of a record that a worker tells as they are."""
+_TOLD: Final = ["uid", "name", "base_url", "rank", "weight", "tier", "model", "engine", "client_keep_alive"]
+"""Attributes of an endpoint that a worker is told as they are."""
 
 
 def submit_of(  # noqa: PLR0913, PLR0917 - see RequestRuntime.submit
@@ -129,25 +131,17 @@ def member(
     proxy = endpoint.proxy
     credentials = None if proxy is None or proxy.credentials is None else proxy.credentials.reveal()
     return m.Member(
-        endpoint.uid,
-        endpoint.name,
-        endpoint.base_url,
-        endpoint.rank,
-        endpoint.weight,
-        None if endpoint.api_key is None else endpoint.api_key.reveal(),
-        endpoint.tls,
-        None if proxy is None else (proxy.host, proxy.port, credentials),
-        health,
-        draining,
-        (handover.role.value, handover.connector, handover.bootstrap_port),
-        dormant,
-        endpoint.tier,
-        endpoint.model,
-        endpoint.forward_headers,
-        process,
-        endpoint.engine,
-        endpoint.client_keep_alive,
-        endpoint.bounds,
+        **{name: getattr(endpoint, name) for name in _TOLD},
+        forward_headers=endpoint.forward_headers,
+        bounds=endpoint.bounds,
+        api_key=None if endpoint.api_key is None else endpoint.api_key.reveal(),
+        tls=endpoint.tls,
+        proxy=None if proxy is None else (proxy.host, proxy.port, credentials),
+        health=health,
+        draining=draining,
+        handover=(handover.role.value, handover.connector, handover.bootstrap_port),
+        dormant=dormant,
+        process=process,
     )
 
 
@@ -158,17 +152,9 @@ def read_endpoint(told: m.Member) -> Endpoint:
         host, port, credentials = told.proxy
         proxy = ForwardProxy(host, port, None if credentials is None else ApiKey(credentials))
     return Endpoint(
-        uid=EndpointUid(told.uid),
-        name=told.name,
-        base_url=told.base_url,
-        rank=told.rank,
-        model=told.model,
-        tier=told.tier,
-        engine=told.engine,
-        client_keep_alive=told.client_keep_alive,
-        bounds=None if told.bounds is None else Bounds._make(told.bounds),
+        **{name: getattr(told, name) for name in _TOLD},
         forward_headers=tuple(told.forward_headers),
-        weight=told.weight,
+        bounds=None if told.bounds is None else Bounds._make(told.bounds),
         api_key=None if told.api_key is None else ApiKey(told.api_key),
         tls=None if told.tls is None else Tls._make(told.tls),
         proxy=proxy,

@@ -16,6 +16,7 @@ import msgspec
 from lbproxy.core.engines.orca import LoadReport
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import WHOLE, InferenceRequest, Usage
+from lbproxy.driver.own_load import OwnLoad
 
 Fields: TypeAlias = tuple[Any, ...]
 """The fields of a NamedTuple."""
@@ -205,36 +206,19 @@ class RefreshModels(Message, tag=13):
 class WorkerFigures(Message, tag=14):
     """A worker's figures, twice a second; `Pong` is the reply. Counts are since its start."""
 
-    connections: int
-    """Connections of clients."""
-    running: int
+    load: OwnLoad
+    running: int = 0
     """Requests."""
-    upstreams: int
-    """Connections to endpoints."""
-    cpu_s: float
-    lags_s: tuple[float, ...]
+    cpu_s: float = 0.0
+    lags_s: tuple[float, ...] = ()
     """Delays of its event loop: each tick since the last figures."""
-    rss_bytes: int | None
-    limit_bytes: int | None
-    held_bytes: int
-    max_held_bytes: int
-    refuses: str | None
-    """See proxy.front.overload, like the next two."""
-    refused: dict[str, int]
-    ended: int
-    refused_connections: dict[str, int]
-    """See net.listening.listener, like the next."""
-    failed_handshakes: int
-    internal_errors: int
-    dropped_lines: int
-    placed_alone: int
+    rss_bytes: int | None = None
+    internal_errors: int = 0
+    dropped_lines: int = 0
+    placed_alone: int = 0
     """Requests that it placed while there was no balancer process."""
-    stale: tuple[str, ...]
+    stale: tuple[str, ...] = ()
     """Files that it cannot read again: see control.admin.key_files."""
-    accepts: bool
-    """False while it drains."""
-    traces: dict[str, int]
-    """How many requests' traces became what."""
 
 
 class Adopted(Message, tag=15):

@@ -27,6 +27,7 @@ from lbproxy.core.queue.ticket import Ticket, TicketState
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, reported
 from lbproxy.core.requests.retry import FailureKind, UpstreamError, Verdict
+from lbproxy.driver.own_load import OwnLoad
 from lbproxy.driver.runtime import Runtime
 from lbproxy.workers import messages as m
 from lbproxy.workers.contents import fill, fill_plain, member, placed
@@ -46,7 +47,7 @@ UNHEARD_S: Final = 2.0
 MEMBERS_AT_ONCE: Final = 500
 """In one message: about 150 KB."""
 NOBODY: Final[frozenset[EndpointUid]] = frozenset()
-NO_BEAT: Final = m.WorkerFigures(0, 0, 0, 0.0, (), None, None, 0, 0, None, {}, 0, {}, 0, 0, 0, 0, (), True, {})
+NO_BEAT: Final = m.WorkerFigures(OwnLoad())
 """The figures of a worker that has not sent any yet."""
 
 

@@ -21,6 +21,7 @@ from lbproxy.core.observed.trace import Trace
 from lbproxy.core.queue.flow import Refusal
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
+from lbproxy.driver.own_load import OwnLoad
 from lbproxy.workers import messages as m
 from lbproxy.workers.contents import (
     fill,
@@ -112,8 +113,8 @@ MESSAGES: list[m.Message] = [
     m.StillRunning(SUBMIT, "http://a:1", False, None),
     m.DoubtModels(1),
     m.RefreshModels(1, 2),
-    m.WorkerFigures(1, 2, 3, 0.5, (0.1, 0.0), 5, None, 6, 7, "memory", {"memory": 1}, 8, {"limit": 2}, 9, 10, 11, 12,
-                    ("a",), False, {"kept": 3}),
+    m.WorkerFigures(OwnLoad("memory", {"memory": 1}, {"limit": 2}, 9, 8, 6, 7, None, {"kept": 3}, 1, 3), 2, 0.5,
+                    (0.1, 0.0), 5, 10, 11, 12, ("a",)),
     m.Adopted(),
     m.Welcome(None),
     m.Welcome(256),

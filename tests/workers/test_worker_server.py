@@ -16,6 +16,7 @@ from lbproxy.core.engines.orca import LoadReport
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
 from lbproxy.core.requests.retry import FailureKind
+from lbproxy.driver.own_load import OwnLoad
 from lbproxy.driver.runtime import Runtime
 from lbproxy.processes.plane import WorkerTotals
 from lbproxy.workers import messages as m
@@ -665,12 +666,12 @@ def test_a_beat_is_answered_and_its_cpu_time_becomes_a_share() -> None:
     async def body() -> None:
         async with balancing(1) as it:
             worker = await it.worker()
-            beat = m.WorkerFigures(5, 1, 2, 0.0, (0.1,), 1, 2, 3, 4, None, {}, 0, {}, 0, 0, 0, 0, (), True, {})
+            beat = m.WorkerFigures(OwnLoad(connections=5), lags_s=(0.1,))
             await worker.says(beat)
             assert worker.session.cpu_share == 0.0
             await worker.says(msgspec.structs.replace(beat, cpu_s=1.0))
             assert worker.session.cpu_share > 0.0
-            assert worker.session.beat.connections == 5
+            assert worker.session.beat.load.connections == 5
             assert len(worker.heard(m.Pong)) == 2
 
     run(body())
@@ -682,16 +683,14 @@ def test_the_counts_of_a_worker_that_is_back_count_once_and_never_fall() -> None
     async def body() -> None:
         async with balancing(1) as it:
             totals = WorkerTotals(it.server)
-            beat = m.WorkerFigures(
-                5, 1, 2, 0.0, (0.1,), 1, 2, 3, 4, None, {"memory": 2}, 0, {}, 0, 3, 0, 0, (), True, {}
-            )
+            beat = m.WorkerFigures(OwnLoad(refused={"memory": 2}), internal_errors=3)
             seen = [(totals.by_label("refused").get("memory", 0), totals.number("internal"))]
 
             async def lives(pid: int, *refused: int) -> None:
                 worker = await it.worker(0, pid)
                 seen.append((totals.by_label("refused")["memory"], totals.number("internal")))
                 for n in refused:
-                    await worker.says(msgspec.structs.replace(beat, refused={"memory": n}))
+                    await worker.says(msgspec.structs.replace(beat, load=OwnLoad(refused={"memory": n})))
                     seen.append((totals.by_label("refused")["memory"], totals.number("internal")))
                 worker.end.link.abort()
                 await until(lambda: not it.server.sessions)

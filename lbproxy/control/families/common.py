@@ -24,6 +24,7 @@ from lbproxy.core.observed.ledger import Pair
 from lbproxy.core.queue.flow import FlowSnapshot
 from lbproxy.core.queue.flows import OTHERS
 from lbproxy.core.requests.request import Tokens
+from lbproxy.driver.own_load import OwnLoad
 
 
 def add_to(family: HistogramMetricFamily, labels: Sequence[str], seen: Histogram) -> None:
@@ -116,32 +117,6 @@ class RequestTotals:
     """Requests that an endpoint or lbproxy failed."""
     rejected: int = 0
     """Requests that were answered 429."""
-
-
-@dataclass(frozen=True)
-class OwnLoad:
-    """What is refused because lbproxy is the bottleneck itself, and how near it is to that."""
-
-    refuses: str | None
-    """Why new requests are refused now."""
-    refused: Mapping[str, int]
-    """Requests, by reason."""
-    refused_connections: Mapping[str, int]
-    failed_handshakes: int
-    """Connections that no TLS came of."""
-    ended: int
-    """Requests that were ended for their memory."""
-    held_bytes: int
-    """Bytes of bodies in memory."""
-    max_held_bytes: int
-    limit_bytes: int | None
-    """Memory that may be used."""
-    traces: Mapping[str, int] | None
-    """How many requests' traces became what; None while none are traced."""
-    connections: int
-    """Open connections of clients."""
-    upstream_connections: int
-    """Open connections to endpoints, including idle ones."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ from lbproxy import __version__
 from lbproxy.control.discovery.discovery import Discovery
 from lbproxy.control.families.common import (
     Loads,
-    OwnLoad,
     RequestTotals,
     Workers,
     add_to,
@@ -62,6 +61,7 @@ from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.observed.snapshot import PoolSnapshot
 from lbproxy.core.replicas.shown import ReplicationFacts
 from lbproxy.core.requests.request import Tokens
+from lbproxy.driver.own_load import OwnLoad
 
 logger = logging.getLogger("lbproxy")
 

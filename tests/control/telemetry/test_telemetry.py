@@ -17,7 +17,6 @@ from prometheus_client.samples import Sample
 
 from lbproxy import __version__
 from lbproxy.config.tree import LogSettings
-from lbproxy.control.families.common import OwnLoad
 from lbproxy.control.families.requests import (
     DURATION_BUCKETS,
     FIRST_BYTE_BUCKETS,
@@ -39,6 +38,7 @@ from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.observed.snapshot import PoolSnapshot
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import Tokens, Usage
+from lbproxy.driver.own_load import OwnLoad
 from tests.control.rig import Rig, rig
 from tests.control.telemetry.test_log import HOSTILE, Reader
 from tests.support.aio import run
