@@ -9,7 +9,7 @@ BUILT := build/compiled
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .PHONY: run help test test-tools chaos soak hostile test-real test-clients test-loadgens check format lint types collected lock clean compiled pictures bench-dashboard bench-overhead profile bench-routing \
-        bench-routing-http bench-routing-real recording night wheels wheels-check wheels-test image-test sbom
+        bench-routing-http bench-routing-real bench-gpu recording night wheels wheels-check wheels-test image-test sbom
 
 run: $(VENV)/.run
 	$(BIN)/lbproxy demo
@@ -29,6 +29,7 @@ help:
 	@echo 'make bench-overhead      what a request costs, beside other proxies'
 	@echo 'make bench-routing       policies on simulated fleets'
 	@echo 'make bench-routing-http  routers before simulated servers, over HTTP'
+	@echo 'make bench-gpu           routers before your vLLM servers: SERVERS="http://box1:8000 http://box2:8000"'
 	@echo 'make lock                the lock files anew, after a change of dependencies'
 	@echo 'make clean               removes everything that make made'
 
@@ -156,6 +157,13 @@ bench-routing-http: $(VENV)/.dev $(BENCH)/venv/.peers $(BENCH)/litellm/.peer
 # Before real vLLM servers on CPU (.real, as for test-real), on an otherwise idle machine: 45 minutes. RESUME=1 goes on.
 bench-routing-real: $(BUILT)/.made $(BENCH)/venv/.peers
 	cd $(BUILT) && ../../$(BIN)/python -m benchmarks.routing_real $(if $(RESUME),--resume)
+
+# Before vLLM servers that run elsewhere (SERVERS, HARDWARE), or that share the GPU here (VLLM): ten minutes, or MINUTES.
+VLLM ?= $(shell command -v vllm)
+bench-gpu: $(BUILT)/.made $(BENCH)/venv/.peers
+	@test -n '$(SERVERS)$(VLLM)' || { echo 'name vLLM servers: make $@ SERVERS="http://box1:8000 http://box2:8000"'; exit 1; }
+	cd $(BUILT) && ../../$(BIN)/python -m benchmarks.routing_real $(if $(SERVERS),--servers $(SERVERS),--gpu $(VLLM)) \
+	    $(if $(HARDWARE),--hardware '$(HARDWARE)') $(if $(MINUTES),--minutes $(MINUTES)) $(if $(RESUME),--resume)
 
 profile: $(VENV)/.run $(BENCH)/venv/.peers
 	$(BIN)/python -m benchmarks.overhead --profile

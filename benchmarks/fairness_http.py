@@ -165,10 +165,11 @@ def measure(name: str, seed: int, seconds: float) -> Trial:
     virtual = figures_of(serve(run))
     BENCH.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=BENCH) as folder, servers(SERVERS, seed) as (ports, _):
+        urls = [f"http://127.0.0.1:{one}" for one in ports]
         port, admin, config = free_port(), free_port(), Path(folder) / "cfg.yaml"
-        config.write_text(settings(run, port, admin, [f"http://127.0.0.1:{one}" for one in ports]), "utf-8")
+        config.write_text(settings(run, port, admin, urls), "utf-8")
         command = (sys.executable, "-m", "lbproxy", "--config", str(config))
-        told = Replay(cell=name, seed=seed, short=False, trace=None, port=port, servers=list(ports), seconds=seconds)
+        told = Replay(cell=name, seed=seed, short=False, trace=None, port=port, servers=urls, seconds=seconds)
         with Proxy(command, port, Path(folder)) as proxy:
             get_ready(proxy, admin)
             with watched(admin) as seen:

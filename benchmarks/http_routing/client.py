@@ -52,8 +52,8 @@ class Request(TypedDict):
     trace: str | None
     port: int
     """Of the router."""
-    servers: list[int]
-    """Their ports."""
+    servers: list[str]
+    """Their URLs."""
 
 
 class Call(TypedDict):
@@ -281,7 +281,7 @@ class Client:
         exchange = Exchange(self._head(job, asked) + asked, reading)
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                await asyncio.get_running_loop().create_connection(lambda: exchange, "127.0.0.1", self._request["port"])
+                await asyncio.get_running_loop().create_connection(lambda: exchange, *self._address(job))
                 failure = await exchange.ended or reading.failure(job)
         except (OSError, TimeoutError) as error:
             failure = f"{type(error).__name__}: {error}"
@@ -300,9 +300,14 @@ class Client:
             failure=failure,
         )
 
+    def _address(self, job: Job) -> tuple[str, int]:
+        """Where to ask: the router."""
+        return "127.0.0.1", self._request["port"]
+
     def _head(self, job: Job, asked: bytes) -> bytes:
+        host, port = self._address(job)
         return (
-            f"POST {self._api.path} HTTP/1.1\r\nHost: 127.0.0.1:{self._request['port']}\r\n"
+            f"POST {self._api.path} HTTP/1.1\r\nHost: {host}:{port}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(asked)}\r\n{self.headers(job)}"
             "Connection: close\r\n\r\n"
         ).encode()
@@ -322,8 +327,8 @@ class Client:
     async def _counters(self) -> list[Counters]:
         """Of each server; notes how late it was."""
         found = []
-        for port in self._request["servers"]:
-            async with self._http.get(f"http://127.0.0.1:{port}/metrics") as response:
+        for url in self._request["servers"]:
+            async with self._http.get(f"{url}/metrics") as response:
                 page = await response.read()
             found.append(counters(page))
             late = _LAG.search(page)

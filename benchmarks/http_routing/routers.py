@@ -55,11 +55,15 @@ class Router:
         return self.subject.name
 
 
-def routers(servers: Sequence[int]) -> list[Router]:
-    """All that there are, installed or not, before servers on these ports."""
-    urls = [f"http://127.0.0.1:{port}" for port in servers]
+def local(ports: Sequence[int]) -> list[str]:
+    """The URLs of servers on this machine."""
+    return [f"http://127.0.0.1:{port}" for port in ports]
+
+
+def routers(urls: Sequence[str]) -> list[Router]:
+    """All that there are, installed or not, before these servers, each `http://HOST:PORT`."""
     several = [_several(urls, one) for one in SEVERAL]
-    return [_lbproxy(urls), *_nginx(servers), *_rust(urls), *_litellm(urls), *several]
+    return [_lbproxy(urls), *_nginx(urls), *_rust(urls), *_litellm(urls), *several]
 
 
 def names() -> list[str]:
@@ -121,8 +125,8 @@ http {{
 """
 
 
-def _nginx(servers: Sequence[int]) -> list[Router]:
-    lines = " ".join(f"server 127.0.0.1:{port};" for port in servers)
+def _nginx(urls: Sequence[str]) -> list[Router]:
+    lines = " ".join(f"server {url.removeprefix('http://')};" for url in urls)
     variants = (("round robin", "", "round-robin", False), ("least_conn", "least_conn;", "least-request", True))
     return [
         Router(

@@ -32,7 +32,7 @@ from benchmarks.http_routing import several
 from benchmarks.http_routing.apis import APIS, Api, prompt_of, written
 from benchmarks.http_routing.cells import CELLS, MODEL, Cell
 from benchmarks.http_routing.client import Answer, Counters, Request, counters
-from benchmarks.http_routing.routers import routers
+from benchmarks.http_routing.routers import local, routers
 from benchmarks.overhead.load import BENCH, ROOT
 from benchmarks.overhead.process import LOAD_CORE, PROXY_CORE, Proxy, StartError, Usage, busy_s
 from lbproxy.sim.workloads.prompts import Piece
@@ -94,14 +94,13 @@ def run(task: Task, *, short: bool, trace: str | None, swapped: bool = False) ->
     fleet = servers(CELLS[task.cell].servers, task.seed, load_core)
     with tempfile.TemporaryDirectory(dir=BENCH) as name, fleet as running:
         ports, process = running
-        (router,) = [one for one in routers(ports) if one.name == task.router]
+        urls = local(ports)
+        (router,) = [one for one in routers(urls) if one.name == task.router]
         with router.subject.start(0, Path(name) / "router", core) as proxy:
-            get_ready(proxy, ports)
+            get_ready(proxy, urls)
             _speaks(CELLS[task.cell], proxy.port, ports[0])
             several.wait_until_joined(several.admins(proxy.output()))
-            request = Request(
-                cell=task.cell, seed=task.seed, short=short, trace=trace, port=proxy.port, servers=list(ports)
-            )
+            request = Request(cell=task.cell, seed=task.seed, short=short, trace=trace, port=proxy.port, servers=urls)
             return _replay(task, request, proxy, process, load_core)
 
 
@@ -176,17 +175,17 @@ def servers(count: int, seed: int, core: str = LOAD_CORE) -> Iterator[tuple[list
             process.kill()
 
 
-def get_ready(proxy: Proxy, ports: Sequence[int]) -> None:
+def get_ready(proxy: Proxy, urls: Sequence[str], model: str = MODEL) -> None:
     """Wait until the router has sent each server a request. Raises StartError."""
     end = time.monotonic() + READY_S
-    before = [served(port)["finished"] for port in ports]
+    before = [served(url)["finished"] for url in urls]
     numbers = itertools.count()
     answered = 0
     # Several at a time: some policies send whatever comes to an idle fleet to the first server.
-    crowd = 4 * len(ports)
+    crowd = 4 * len(urls)
     with ThreadPoolExecutor(crowd) as pool:
-        while any(served(port)["finished"] <= since for port, since in zip(ports, before, strict=True)):
-            answered += sum(pool.map(partial(_relays, proxy.port), itertools.islice(numbers, crowd)))
+        while any(served(url)["finished"] <= since for url, since in zip(urls, before, strict=True)):
+            answered += sum(pool.map(partial(_relays, proxy.port, model), itertools.islice(numbers, crowd)))
             if proxy.process.poll() is not None or time.monotonic() > end:
                 if answered:
                     raise StartError(f"after {answered} requests some of the servers have had none")
@@ -223,20 +222,20 @@ def refusal(api: Api, port: int) -> str | None:
     return None if any(end in said for end in api.ends) else "a stream without its end"
 
 
-def served(port: int) -> Counters:
+def served(url: str) -> Counters:
     """What a server counted."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=10)
     with contextlib.closing(connection):
         connection.request("GET", "/metrics")
         return counters(connection.getresponse().read())
 
 
-def _relays(port: int, number: int) -> bool:
+def _relays(port: int, model: str, number: int) -> bool:
     """Ask it something that it has not been asked before, as another user; whether it answered."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     # The number comes first, so that a policy that goes by beginnings sees another one each time.
     text = f"{number} is a number. " * 20
-    asked = orjson.dumps({"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 4})
+    asked = orjson.dumps({"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": 4})
     headers = {"Content-Type": "application/json", "X-Session-ID": f"ready-{number}"}
     with contextlib.closing(connection):
         try:

@@ -2,19 +2,20 @@
 """Who asks the real servers for what: cells, and the recorded sessions of a seed. No I/O, no chance but seeds.
 
 A session is recorded: texts, lengths and pauses depend on the seed alone, and what stands in a prompt as an earlier
-response is the recording's, not what the server said. So every router gets the same bytes. Only when a turn is sent
+response is the recording's, not what the server said. So every router is asked the same. Only when a turn is sent
 depends on when the response before it ended, as people and tools wait for it (a closed loop): servers that are slower
 are asked less, and never fall behind for ever.
 
-Sizes are for one core: a prompt of 2,000 tokens that is not cached takes it about as long as a GPU one of 50,000. Cells
-of a GPU have the same users with longer texts, and more of them.
+Cells are told once, for one core: a prompt of 2,000 tokens that is not cached takes it about as long as a GPU one of
+50,000. `sized` makes of a cell one for other servers: the same users with longer texts, more of them, in faster motion.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NotRequired, TypedDict, cast
 
 from benchmarks.http_routing.cells import MODEL
 from lbproxy.sim.workloads.catalogue import WARM_UP
@@ -28,6 +29,8 @@ MAX_ANSWER = 64
 """Or four times the median, if that is more."""
 _HEADS_OF_KIND, _TEXTS_OF_USER = 1 << 10, 1 << 24
 """More than a kind has system prompts, and than a user writes texts: ids are counted from a multiple of these."""
+_WORDS_APART = 1 << 80
+"""More than any id of a text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,97 +51,98 @@ class Kind:
     """From a response to the next request."""
 
 
+ORDINARY = 0.7
+"""Of what the servers can do: below it every router does, above it waits grow by themselves."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cell:
     """Who is there."""
 
     title: str
     kinds: dict[str, Kind]
-    warm_up_s: float
+    load: float = ORDINARY
+    """Of what the servers can do, where that is measured before (`load.py`)."""
+    warm_up_s: float = 8
     """Requests before do not count: caches are empty."""
-    duration_s: float
+    duration_s: float = 34
     """No request is sent after so long, warm-up included."""
-    gpu: bool = False
-    """For servers on a GPU: no CPU would come to an end."""
+    tokens_per_word: float = 1.0
+    """The model's, for each word of a text: what `Kind` calls tokens are words."""
+    most_per_s: float | None = None
+    """Responses that the servers give at most; None: not measured."""
 
 
+MIXED = "agents with a growing context, chat in six apps with a system prompt each, and prompts that come once"
 AGENTS = Kind(
     users=4, heads=1, head_tokens=1200, turn_tokens=180, answer_tokens=16, turns=12, max_context=3600, think_s=1.2
 )
 CHAT = Kind(users=7, heads=6, head_tokens=900, turn_tokens=50, answer_tokens=24, turns=6, max_context=2400, think_s=5.0)
 ONE_OFF = Kind(users=1, turn_tokens=500, answer_tokens=16, turns=1, max_context=2400, think_s=4.0)
+APPS = Kind(
+    users=16, heads=16, head_tokens=1400, turn_tokens=60, answer_tokens=20, turns=3, max_context=2400, think_s=4
+)
 CELLS: dict[str, Cell] = {
-    "mixed": Cell(
-        "agents with a growing context, chat in six apps with a system prompt each, and prompts that come once",
+    "mixed": Cell(MIXED, {"agents": AGENTS, "chat": CHAT, "one-off": ONE_OFF}),
+    "system prompts": Cell("users of many apps: sixteen system prompts, and short questions", {"apps": APPS}),
+    "hot prompt": Cell(
+        "three of four users are of one app, so that its system prompt alone is more than one server's share",
+        {"hot": replace(APPS, users=12, heads=1), "others": replace(APPS, users=4, heads=4)},
+    ),
+    "overload": Cell(
+        "those of mixed, twice as many as the servers can serve",
         {"agents": AGENTS, "chat": CHAT, "one-off": ONE_OFF},
-        warm_up_s=8,
-        duration_s=34,
+        load=2.0,
     ),
-    "system prompts": Cell(
-        "users of many apps: sixteen system prompts, more than one cache holds, and short questions",
-        {
-            "apps": Kind(
-                users=16,
-                heads=16,
-                head_tokens=1400,
-                turn_tokens=60,
-                answer_tokens=20,
-                turns=3,
-                max_context=2400,
-                think_s=4,
-            )
-        },
-        warm_up_s=8,
-        duration_s=34,
-    ),
-    "mixed, GPU": Cell(
-        "agents with a growing context, chat in six apps with a system prompt each, and prompts that come once",
-        {
-            "agents": Kind(
-                users=32,
-                heads=1,
-                head_tokens=6000,
-                turn_tokens=900,
-                answer_tokens=80,
-                turns=12,
-                max_context=16_000,
-                think_s=1.2,
-            ),
-            "chat": Kind(
-                users=48,
-                heads=6,
-                head_tokens=4500,
-                turn_tokens=250,
-                answer_tokens=120,
-                turns=6,
-                max_context=12_000,
-                think_s=5,
-            ),
-            "one-off": Kind(users=6, turn_tokens=2500, answer_tokens=80, turns=1, max_context=12_000, think_s=4),
-        },
-        warm_up_s=8,
-        duration_s=30,
-        gpu=True,
-    ),
-    "system prompts, GPU": Cell(
-        "users of many apps: sixty system prompts, more than one cache holds, and short questions",
-        {
-            "apps": Kind(
-                users=60,
-                heads=60,
-                head_tokens=5000,
-                turn_tokens=300,
-                answer_tokens=60,
-                turns=3,
-                max_context=9000,
-                think_s=4,
-            )
-        },
-        warm_up_s=8,
-        duration_s=30,
-        gpu=True,
-    ),
+    "agents": Cell("agents alone: one system prompt, contexts that grow and are read again", {"agents": AGENTS}),
 }
+ON_ONE_CORE = ["mixed", "system prompts"]
+"""Measured on CPU if no cell is named."""
+
+
+class CellFields(TypedDict):
+    """A Cell as JSON."""
+
+    title: str
+    kinds: dict[str, dict[str, float]]
+    load: float
+    warm_up_s: float
+    duration_s: float
+    tokens_per_word: float
+    most_per_s: NotRequired[float | None]
+
+
+def cell_of(fields: CellFields) -> Cell:
+    """From JSON."""
+    kinds = {name: Kind(**cast(dict[str, int], kind)) for name, kind in fields["kinds"].items()}
+    return replace(Cell("", {}), **{**fields, "kinds": kinds})  # type: ignore[arg-type]
+
+
+def sized(cell: Cell, *, users: float, words: float, pace: float, tokens_per_word: float) -> Cell:
+    """For other servers: so many times the users, lengths and seconds. System prompts stay as many."""
+
+    def longer(size: int) -> int:
+        return max(4, round(size * words)) if size else 0
+
+    kinds = {
+        name: replace(
+            who,
+            users=max(1, round(who.users * users)),
+            head_tokens=longer(who.head_tokens),
+            turn_tokens=longer(who.turn_tokens),
+            answer_tokens=longer(who.answer_tokens),
+            max_context=longer(who.max_context),
+            think_s=who.think_s * pace,
+        )
+        for name, who in cell.kinds.items()
+    }
+    return replace(
+        cell,
+        kinds=kinds,
+        warm_up_s=cell.warm_up_s * pace,
+        duration_s=cell.duration_s * pace,
+        tokens_per_word=tokens_per_word,
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -226,6 +230,7 @@ def kind_of(cell: Cell, job: str) -> str:
     raise ValueError(f"{job} is of no user of this cell")
 
 
-def chat_body(job: Job) -> bytes:
-    """As a streamed chat completion."""
-    return body(Ask(0.0, job.flow, job, stream=True), MODEL)
+def chat_body(job: Job, model: str = MODEL, words: int = 0) -> bytes:
+    """As a streamed chat completion. `words`: another number, other words everywhere, of the same lengths."""
+    prompt = tuple(Piece(piece.id + words * _WORDS_APART, piece.tokens) for piece in job.prompt)
+    return body(Ask(0.0, job.flow, replace(job, prompt=prompt), stream=True), model)

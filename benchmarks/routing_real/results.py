@@ -12,7 +12,7 @@ import orjson
 
 from benchmarks.http_routing.client import Answer
 from benchmarks.http_routing.results import served, share
-from benchmarks.routing_real.cells import CELLS, Cell, kind_of
+from benchmarks.routing_real.cells import Cell, kind_of
 from benchmarks.routing_real.trial import ROUTERS, Trial
 from lbproxy.sim.figures.report import by_phase, summarise
 from lbproxy.sim.workloads.prompts import Piece
@@ -55,7 +55,7 @@ def row_of(trial: Trial) -> Row:
     """The figures of a run."""
     answer, task = trial.answer, trial.task
     calls = answer["phases"][1]
-    done = served([arrivals(answer, CELLS[task.cell])], [calls])
+    done = served([arrivals(answer, trial.cell)], [calls])
     begin, end = answer["counters"][1:]
     pairs = list(zip(begin, end, strict=True))
     failures: dict[str, int] = {}
@@ -92,7 +92,15 @@ def rejected(row: Row) -> str | None:
 def arrivals(answer: Answer, cell: Cell) -> list[Arrival]:
     """What counts of the requests, as far as figures go by it; a kind of users is a phase."""
     return [
-        (call["due"], Job(call["id"], (Piece(0, prompt),), Piece(0, output), phase=kind_of(cell, call["id"])))
+        (
+            call["due"],
+            Job(
+                call["id"],
+                (Piece(0, round(prompt * cell.tokens_per_word)),),
+                Piece(0, output),
+                phase=kind_of(cell, call["id"]),
+            ),
+        )
         for call, (prompt, output) in zip(answer["phases"][1], answer["asked"][1], strict=True)
     ]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vLLM servers of a run: two, started once. Between trials their caches are emptied.
+"""The vLLM servers that we start: two, once. Between trials their caches are emptied.
 
 On CPU, each has a core, and `environment` needs what `make test-real` installs (`tests.real.environment`). A GPU they
 share, with half of the cores each; vLLM is installed by whoever has the GPU. The model is made here either way.
@@ -21,9 +21,10 @@ from benchmarks.http_routing.cells import MODEL
 from benchmarks.http_routing.trial import TrialError
 from benchmarks.overhead.load import ROOT
 from benchmarks.overhead.process import CORES, Usage, free_port, session
+from benchmarks.routing_real.fleet import Facts, ServerSet, get, under_way
 from lbproxy.sim.workloads.prompts import Piece, piece_text
 from tests.real.environment import FOLDER, VENV, Environment, command, made, prepare
-from tests.real.servers import SERVER_ENVIRONMENT, LlmServer, sum_of, vllm
+from tests.real.servers import SERVER_ENVIRONMENT, LlmServer, vllm
 
 LOGS = FOLDER / "routing-logs"
 SERVERS = 2
@@ -42,6 +43,20 @@ class Size(NamedTuple):
     blocks: int
     step_tokens: int
     """Of prompts in one step of the scheduler."""
+
+    def facts(self, *, hardware: str, model: str, version: str, shared: bool) -> Facts:
+        """For a page."""
+        return Facts(
+            count=SERVERS,
+            model=model,
+            engine=f"vLLM {version}",
+            hardware=hardware,
+            cache_tokens=self.blocks * self.block_tokens,
+            max_model_len=self.max_model_len,
+            more=f", {self.slots} slots, blocks of {self.block_tokens}, {self.step_tokens} tokens of prompts in a step",
+            emptied=True,
+            shared=shared,
+        )
 
     def options(self) -> tuple[str, ...]:
         """vLLM's."""
@@ -107,7 +122,7 @@ def on_cpu(say: Callable[[str], None]) -> list[LlmServer]:
 
 
 @contextmanager
-def fleet(servers: list[LlmServer]) -> Iterator[list[LlmServer]]:
+def running(servers: list[LlmServer], size: Size) -> Iterator[ServerSet]:
     """Ready, and warm. Every process is killed at the end."""
     shutil.rmtree(LOGS, ignore_errors=True)
     LOGS.mkdir()
@@ -122,21 +137,23 @@ def fleet(servers: list[LlmServer]) -> Iterator[list[LlmServer]]:
         for server in servers:
             for number in range(8):  # the first requests of each shape take several times as long
                 ask(server, piece_text(Piece(100 + number, 200 * (number + 1))).decode())
-        yield servers
+        yield ServerSet([server.url for server in servers], MODEL, size.max_model_len, servers)
     finally:
         for server in servers:
             server.kill()
 
 
-def empty(server: LlmServer) -> None:
-    """Wait until it is idle, and empty its prefix cache. Raises TrialError if it cannot be."""
+def wait_until_idle(url: str) -> None:
+    """Until it has no request. Raises TrialError, UnfitError."""
     end = time.monotonic() + IDLE_S
-    while (page := server.page()) and sum_of(page, "vllm:num_requests_running") + sum_of(
-        page, "vllm:num_requests_waiting"
-    ):
+    while under_way(get(f"{url}/metrics").text):
         if time.monotonic() > end:
-            raise TrialError(f"{server.name} is not idle")
+            raise TrialError(f"{url} is not idle")
         time.sleep(0.2)
+
+
+def empty(server: LlmServer) -> None:
+    """Empty the prefix cache of one that is idle. Raises TrialError if it cannot be."""
     httpx.post(f"{server.url}/reset_prefix_cache", timeout=30).raise_for_status()
     if found := ask(server, PROBE):
         raise TrialError(f"{server.name} has {found} tokens in a cache that was emptied")
@@ -158,6 +175,6 @@ def prefer(pid: int) -> None:
         Path(f"/proc/{pid}/autogroup").write_text("-19")
 
 
-def usage(servers: list[LlmServer]) -> Usage:
+def usage(servers: Sequence[LlmServer]) -> Usage:
     """Of all their processes."""
     return Usage([pid for server in servers for pid in session(server.pid)])

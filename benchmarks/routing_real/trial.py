@@ -1,29 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run: emptied caches, one router, one replay. Also: which run follows which.
+"""One run: emptied caches or words of its own, one router, one replay. Also: which run follows which.
 
-The servers stay; each has a core, which it shares with the router or with the client: there are but two. The router is
-started for each run and gets small requests until each server has answered one. Whether a run can be
+The servers stay. On CPU each has a core, which it shares with the router or with the client: there are but two. The
+router is started for each run and gets small requests until each server has answered one. Whether a run can be
 believed is said by `results.rejected`; one that cannot is done again, at most `ATTEMPTS` times in all.
 """
 
 from __future__ import annotations
 
 import random
+import secrets
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.http_routing.client import Answer, Request
+from benchmarks.http_routing.client import Answer
 from benchmarks.http_routing.routers import Router, routers
 from benchmarks.http_routing.trial import TrialError, ask_client, get_ready, waited_s
 from benchmarks.overhead.load import BENCH
-from benchmarks.overhead.process import Proxy, busy_s
-from benchmarks.routing_real.servers import empty, prefer, usage
-from tests.real.servers import LlmServer
+from benchmarks.overhead.process import Proxy, Usage, busy_s
+from benchmarks.routing_real.cells import Cell
+from benchmarks.routing_real.client import RecordedRequest
+from benchmarks.routing_real.fleet import ServerSet
+from benchmarks.routing_real.load import CLIENT, request_of
+from benchmarks.routing_real.servers import empty, prefer, usage, wait_until_idle
 
-CLIENT = "benchmarks.routing_real.client"
 ROUTERS = ("lbproxy", "nginx least_conn", "vllm-router", "sglang-router", "smg")
 """Of `http_routing.routers`: each project's program at its defaults."""
 ATTEMPTS = 3
@@ -44,9 +47,11 @@ class Trial:
     """A run that was done. Seconds."""
 
     task: Task
+    cell: Cell
     answer: Answer
     router_cpu_s: float
     servers_cpu_s: float
+    """0 of servers that we have not started, as for what follows."""
     servers_waited_s: float
     """Their threads, all together: ready to run, but not running."""
     others_cpu_s: float
@@ -65,33 +70,36 @@ def order(cells: Sequence[str], seeds: int, names: Sequence[str]) -> list[Task]:
     return tasks
 
 
-def chosen(ports: Sequence[int]) -> list[Router]:
-    """The routers, installed or not, before servers on these ports."""
-    found = {router.name: router for router in routers(ports)}
+def chosen(urls: Sequence[str]) -> list[Router]:
+    """The routers, installed or not, before these servers."""
+    found = {router.name: router for router in routers(urls)}
     return [found[name] for name in ROUTERS]
 
 
-def run(task: Task, servers: list[LlmServer], folder: Path | None = None) -> Trial:
+def run(task: Task, cell: Cell, servers: ServerSet, folder: Path | None = None) -> Trial:
     """Do it once. `folder`: for the router's files and output, kept; else they are deleted. Raises TrialError,
     StartError.
     """
-    ports = [int(server.url.rpartition(":")[2]) for server in servers]
-    (router,) = [one for one in chosen(ports) if one.name == task.router]
+    (router,) = [one for one in chosen(servers.urls) if one.name == task.router]
     BENCH.mkdir(exist_ok=True)
     with (
         tempfile.TemporaryDirectory(dir=BENCH) as name,
         router.subject.start(0, (folder or Path(name)) / "router") as proxy,
     ):
         prefer(proxy.process.pid)
-        get_ready(proxy, ports)
-        for server in servers:
+        get_ready(proxy, servers.urls, servers.model)
+        for url in servers.urls:
+            wait_until_idle(url)
+        for server in servers.started:
             empty(server)
-        request = Request(cell=task.cell, seed=task.seed, short=False, trace=None, port=proxy.port, servers=ports)
-        return _replay(task, request, proxy, servers)
+        words = 0 if servers.started else secrets.randbits(60)
+        request = request_of(task.cell, cell, servers, seed=task.seed, port=proxy.port, words=words)
+        of_router, of_servers = proxy.usage(), usage(servers.started)
+        return _replay(task, cell, request, proxy, (of_router, of_servers))
 
 
-def _replay(task: Task, request: Request, proxy: Proxy, servers: list[LlmServer]) -> Trial:
-    of_router, of_servers = proxy.usage(), usage(servers)
+def _replay(task: Task, cell: Cell, request: RecordedRequest, proxy: Proxy, used: tuple[Usage, Usage]) -> Trial:
+    of_router, of_servers = used
     begin, busy = time.monotonic(), busy_s()
     router_cpu_s, servers_cpu_s, servers_waited_s = of_router.cpu_s(), of_servers.cpu_s(), waited_s(of_servers.pids)
     answer = ask_client(CLIENT, request)
@@ -100,6 +108,7 @@ def _replay(task: Task, request: Request, proxy: Proxy, servers: list[LlmServer]
     router_cpu_s, servers_cpu_s = of_router.cpu_s() - router_cpu_s, of_servers.cpu_s() - servers_cpu_s
     return Trial(
         task=task,
+        cell=cell,
         answer=answer,
         router_cpu_s=router_cpu_s,
         servers_cpu_s=servers_cpu_s,

@@ -223,7 +223,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> str:
 
 async def replayed(cell: str) -> tuple[Answer, Counters, SessionClient]:
     async with MockServer(MockOptions(speed=50, max_model_len=131_072)) as server, aiohttp.ClientSession() as http:
-        request = Request(cell=cell, seed=1, short=False, trace=None, port=server.port, servers=[server.port])
+        request = Request(cell=cell, seed=1, short=False, trace=None, port=server.port, servers=[server.url])
         client = SessionClient(request, http)
         answer = await client.run()
         async with http.get(f"{server.url}/metrics") as response:

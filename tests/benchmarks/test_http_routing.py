@@ -18,7 +18,7 @@ from benchmarks.http_routing import pages
 from benchmarks.http_routing.cells import CELLS, Cell, arrivals, body, digest, thinned, window
 from benchmarks.http_routing.client import Answer, Call, Client, Counters, Reading, Request, counters
 from benchmarks.http_routing.results import Row, Source, believed, keep, paired_seeds, read, row_of, simulated
-from benchmarks.http_routing.routers import names, routers
+from benchmarks.http_routing.routers import local, names, routers
 from benchmarks.http_routing.trial import MAX_LAG_S, Trial, lateness
 from lbproxy.sim.mock.http import MockOptions, MockServer
 from lbproxy.sim.mock.text import block_hashes, render_chat
@@ -141,8 +141,8 @@ def test_a_replay_against_a_server_itself(tiny: str) -> None:
 
     async def replay() -> tuple[Answer, Counters]:
         async with MockServer(MockOptions(speed=20, max_model_len=8192)) as server, aiohttp.ClientSession() as http:
-            ports = [server.port]
-            request = Request(cell=tiny, seed=1, short=False, trace=None, port=server.port, servers=ports)
+            urls = [server.url]
+            request = Request(cell=tiny, seed=1, short=False, trace=None, port=server.port, servers=urls)
             answer = await Client(request, http).run()
             async with http.get(f"{server.url}/metrics") as response:
                 return answer, counters(await response.read())
@@ -288,7 +288,7 @@ def test_targets(figure: str, ratio: float, met: bool) -> None:
 
 def test_names_of_routers_are_distinct_and_each_gets_every_server() -> None:
     assert len(set(names())) == len(names())
-    for router in routers([7001, 7002]):
+    for router in routers(local([7001, 7002])):
         said = " ".join([*router.subject.command, *router.subject.files.values()])
         assert "127.0.0.1:7001" in said
         assert "127.0.0.1:7002" in said
