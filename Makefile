@@ -9,7 +9,7 @@ BUILT := build/compiled
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .PHONY: run help test test-tools chaos soak hostile test-real test-clients test-loadgens check format lint types collected lock clean compiled pictures bench-dashboard bench-overhead profile bench-routing \
-        bench-routing-http bench-routing-real bench-gpu recording night wheels wheels-check wheels-test image-test sbom
+        bench-routing-http bench-routing-real bench-gpu servers-named recording night wheels wheels-check wheels-test image-test sbom
 
 run: $(VENV)/.run
 	$(BIN)/lbproxy demo
@@ -160,8 +160,9 @@ bench-routing-real: $(BUILT)/.made $(BENCH)/venv/.peers
 
 # Before vLLM servers that run elsewhere (SERVERS, HARDWARE), or that share the GPU here (VLLM): ten minutes, or MINUTES.
 VLLM ?= $(shell command -v vllm)
-bench-gpu: $(BUILT)/.made $(BENCH)/venv/.peers
-	@test -n '$(SERVERS)$(VLLM)' || { echo 'name vLLM servers: make $@ SERVERS="http://box1:8000 http://box2:8000"'; exit 1; }
+servers-named:
+	@test -n '$(SERVERS)$(VLLM)' || { echo 'name vLLM servers: make bench-gpu SERVERS="http://box1:8000 http://box2:8000"'; exit 1; }
+bench-gpu: servers-named $(BUILT)/.made $(BENCH)/venv/.peers
 	cd $(BUILT) && ../../$(BIN)/python -m benchmarks.routing_real $(if $(SERVERS),--servers $(SERVERS),--gpu $(VLLM)) \
 	    $(if $(HARDWARE),--hardware '$(HARDWARE)') $(if $(MINUTES),--minutes $(MINUTES)) $(if $(RESUME),--resume)
 
