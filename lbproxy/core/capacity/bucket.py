@@ -87,13 +87,19 @@ class Bucket:
         full = self._full
         if amount <= 0.0:
             return 0.0 if full and full[-1][1] > at else amount
-        for number, (since, until) in enumerate(full):
+        self._full = []
+        for since, until in full:
             begin = max(since, at)
-            if begin < until:
-                refilled = min(amount, self.size * (until - begin) / MINUTE_S)
-                amount -= refilled
-                full[number] = begin + refilled * MINUTE_S / self.size, until
-        self._full = [one for one in full if one[0] < one[1]]
+            refills = self.size * max(0.0, until - begin) / MINUTE_S
+            if refills <= 0.0:
+                self._full.append((since, until))
+                continue
+            if since < begin:
+                self._full.append((since, begin))
+            if amount < refills:
+                self._full.append((begin + amount * MINUTE_S / self.size, until))
+            amount = max(0.0, amount - refills)
+        del self._full[:-FULL_TIMES]
         return amount
 
 

@@ -133,3 +133,24 @@ def test_when_an_amount_is_told_makes_no_difference(told: list[tuple[float, floa
         late.take(amount, at)
     for now in (2.0, 2.1, 3.0):
         assert late.used(now) == pytest.approx(known.used(now), abs=1e-6)
+
+
+def test_amounts_may_be_told_in_another_order_than_they_were_used() -> None:
+    """The first of them was refilled before the second was used, though that is told before."""
+    bucket = Bucket(6000.0, 0.0)
+    bucket.used(0.25)
+    bucket.take(30.0, 0.1)
+    bucket.take(5.0, 0.0)
+    assert bucket.used(0.25) == pytest.approx(15.0)
+
+
+def test_what_is_returned_counts_whatever_the_rounding_of_times() -> None:
+    """These left a millionth of a nanosecond in which the bucket seemed to be full."""
+    used_at, told_at = 0.4469735891317629, 0.4469735891317629 + 0.9744344222833102
+    bucket = Bucket(1000.0, 0.0)
+    bucket.used(told_at)
+    bucket.take(304.7951133124325, used_at)
+    bucket.take(-140.92390796877356, used_at)
+    assert bucket.used(told_at) == pytest.approx(
+        304.7951133124325 - 140.92390796877356 - 1000.0 * 0.9744344222833102 / 60
+    )
