@@ -22,9 +22,11 @@ from lbproxy.core.requests.request import Usage
 READ_BYTES: Final = 8 << 10
 MAX_TEXT_BYTES: Final = 1 << 20
 MAX_EVENT_BYTES: Final = 1 << 20
+PIECE_BYTES: Final = 60
+"""Of a short text, beside its characters, and its place in a list."""
 DONE: Final = b"data: [DONE]\n\n"
 _DATA: Final = b"data:"
-_ENDS = (b"\n\n", b"\n\r\n")
+_ENDS = (b"\n\n", b"\n\r\n", b"\r\r")
 _IDENTITY = ("id", "created", "model")
 _FAILED: Final = b'"error"'
 _ABORTED: Final = b'"abort"'
@@ -119,11 +121,12 @@ class JoinedStream:
             body = self._read_line(said[0]) if len(said) == 1 else None
             last = body or last
             if self.failure is not None and not began:
-                self.failure, self.is_over = None, DONE.strip() in data
+                self.give_up("it began with an error")
+                self.failure = None
                 return data
             if self.failure is not None:
                 break
-            began = began or bool(event)
+            began = began or body is not None
             if body is not None and self._seam is not None and not self.obstacle:
                 event = self._as_one(body)  # noqa: PLW2901
             if event:
@@ -226,6 +229,17 @@ class JoinedStream:
             self.obstacle = why
         self._said.clear()
 
+    def end(self) -> bytes:
+        """The stream is complete. Returns what is left: an event that no empty line ended."""
+        rest = bytes(self._tail)
+        self._tail.clear()
+        return rest
+
+    @property
+    def kept_bytes(self) -> int:
+        """How much memory its text takes, about."""
+        return self.text_bytes + PIECE_BYTES * len(self._said)
+
     # A server that goes on
 
     def move(self, stops: tuple[str, ...], held: int = 0, *, exactly: bool = True) -> str:
@@ -242,13 +256,21 @@ class JoinedStream:
         kept = text[:end].rstrip()
         again = 0 if end == len(kept) else 1 + sum(1 for _ in takewhile(lambda one: one[0] > len(kept), ends))
         self._said = [text]
-        self._tail.clear()
-        self._alike.begin = b""
         self._seam = Seam(text[len(kept) :], text, stops)
         self._seam.kept, self._seam.counted, self._seam.events = len(kept), text[:end], tokens
-        self.tokens = self._seam.tokens = max(0, tokens - again)
-        self.failure = None
+        self._seam.tokens = max(0, tokens - again)
+        self.begin()
         return kept
+
+    def begin(self) -> None:
+        """A server begins to go on. What one before it sent in vain, of which the client got nothing, is forgotten."""
+        self._tail.clear()
+        self._alike.begin = b""
+        self.failure = None
+        if self._seam is not None:
+            del self._said[1:]
+            self.tokens = self._seam.tokens
+            self._seam.begin()
 
     @property
     def counted(self) -> str:
@@ -276,10 +298,12 @@ class JoinedStream:
         """All that the servers wrote, also what ended it."""
         return "".join(self._said) + ("" if self._finish is None else self._finish[1])
 
-    def count_all(self, tokens: int) -> None:
-        """`generated` has so many tokens, and one more that ended it if no text did."""
-        if tokens <= _most_tokens(self.generated):
+    def count_all(self, tokens: int) -> bool:
+        """`generated` has so many tokens, and one more that ended it if no text did. Returns whether that may be."""
+        may_be = tokens <= _most_tokens(self.generated)
+        if may_be:
             self.tokens = max(self.tokens, tokens + (self._finish is None or not self._finish[1]))
+        return may_be
 
     def count_prompt(self, tokens: int) -> None:
         """The prompt has so many."""
@@ -300,16 +324,12 @@ class JoinedStream:
                 yield sent + held, tokens
             sent -= len(piece)
             tokens -= 1
-        yield (0, 0) if self._seam is None else (self._seam.kept, self._given)
+        yield (0, 0) if self._seam is None else (self._seam.kept, self.given)
 
     @property
-    def _given(self) -> int:
+    def given(self) -> int:
+        """How many tokens of it are of the servers before the present one."""
         return 0 if self._seam is None else self._seam.tokens
-
-    @property
-    def own_tokens(self) -> int:
-        """About how many tokens are of the present server."""
-        return self.tokens - self._given
 
     def _as_one(self, said: dict[str, Any]) -> bytes:
         """An event of a server that goes on, as one of the first server. Empty: it says nothing new."""
@@ -334,8 +354,8 @@ class JoinedStream:
         prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens")
         if type(prompt) is not int or type(completion) is not int:
             return usage
-        prompt = max(0, prompt - self._given) if self._prompt_tokens is None else self._prompt_tokens
-        completion += self._given
+        prompt = max(0, prompt - self.given) if self._prompt_tokens is None else self._prompt_tokens
+        completion += self.given
         return usage | {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -346,16 +366,11 @@ class JoinedStream:
         """The usage of all, if a server that went on reported this one."""
         if self._seam is None or usage.prompt_tokens is None or usage.completion_tokens is None:
             return usage
-        prompt = max(0, usage.prompt_tokens - self._given) if self._prompt_tokens is None else self._prompt_tokens
+        prompt = max(0, usage.prompt_tokens - self.given) if self._prompt_tokens is None else self._prompt_tokens
         cached = None if usage.cached_tokens is None else min(prompt, usage.cached_tokens)
         return usage._replace(
-            prompt_tokens=prompt, cached_tokens=cached, completion_tokens=usage.completion_tokens + self._given
+            prompt_tokens=prompt, cached_tokens=cached, completion_tokens=usage.completion_tokens + self.given
         )
-
-    def share(self, usage: Usage) -> Usage:
-        """What the present server generated, of the usage of all."""
-        completion = usage.completion_tokens
-        return usage if completion is None else usage._replace(completion_tokens=max(0, completion - self._given))
 
     def ending(self, prompt_tokens: int | None) -> bytes:
         """The events that end it where no server does any more. `prompt_tokens`: for the event with the usage; None:
@@ -429,17 +444,21 @@ class Seam:
 
     def __init__(self, repeats: str, before: str, stops: tuple[str, ...]) -> None:
         """`repeats`: the white space that the client has and the server was not told of. `before`: the text so far."""
-        self._repeats = repeats
+        self._all_repeats = repeats
         self._stops = stops
         self._most = max(map(len, stops), default=1) - 1
         self._before = before[-self._most :] if self._most else ""
-        self._after = ""
+        self.begin()
         self.kept = 0
         """So many characters the server was told of."""
         self.counted, self.events, self.tokens = "", 0, 0
         """The text whose tokens count, its events, and its tokens without those that are generated again."""
         self.stopped = False
         """One of `stops` was completed by the text of the server that goes on."""
+
+    def begin(self) -> None:
+        """Nothing came of the server that goes on."""
+        self._repeats, self._after = self._all_repeats, ""
 
     def new_in(self, text: str) -> str:
         """What of the next text the client does not have yet."""

@@ -98,7 +98,12 @@ class Continuation:
         self._is_chat = exchange.request.route.role_events > 0
         self.joined = JoinedStream(chat=self._is_chat)
         self.moves = 0
-        self._fields: dict[str, object] | None = None
+        self.charged = 0
+        """Tokens of the response that count with servers before the present one."""
+        self.is_counted = False
+        """A server has counted all tokens of the response, or it has as many as it may have."""
+        self._fields: dict[str, object] | str | None = None
+        """Of the request, once they are read, which may take 20 ms; or why they cannot be."""
         self._text = ""
         """What came before the last move, as the next server is told it."""
         self.counts = False
@@ -119,9 +124,9 @@ class Continuation:
             return str(why)
         return joined.obstacle
 
-    def move(self, error: UpstreamError) -> str | None:
-        """The stream broke, or is to leave its server: have it go on elsewhere. Returns why that cannot be; None: it
-        does. What a server did that is dead costs no budget, as its load is gone.
+    def move(self, error: UpstreamError, relay: Relay) -> str | None:
+        """The stream of a relay broke, or is to leave its server: have it go on elsewhere. Returns why that cannot be;
+        None: it does. What a server did that is dead costs no budget, as its load is gone.
         """
         why = self.obstacle()
         if why is None and error.kind is not FailureKind.RESET:
@@ -130,7 +135,9 @@ class Continuation:
                 why = "no other endpoint is left, or no budget for it"
         if why is None:
             ended = Outcome.CLIENT_CLOSED if error.kind is FailureKind.STRANDED else Outcome.UPSTREAM_BROKE
-            usage = Usage(0, 0, self.joined.own_tokens, is_estimate=True)  # the prompt counts with the last server
+            written = relay.generated(self._shared.used.rate(self.exchange.record, self.ticket))
+            usage = Usage(0, 0, max(0, written - self.charged), is_estimate=True)  # the prompt: with the last server
+            self.charged = max(self.charged, written)
             request, placed = self._next()
             self.exchange.go_on(request, placed, error, ended, usage)
         return why
@@ -169,7 +176,10 @@ class Continuation:
             return self._count(other, None, joined.count_prompt, then)
         if joined.finish_reason != "stop" or not joined.generated:  # otherwise it has as many tokens as it may have
             return self.count_usage(then)
-        return self._count(other, joined.generated, joined.count_all, then)
+        return self._count(other, joined.generated, self._count_all, then)
+
+    def _count_all(self, tokens: int) -> None:
+        self.is_counted = self.joined.count_all(tokens)
 
     def _count(
         self, state: EndpointState, text: str | None, note: Callable[[int], None], then: Callable[[], None]
@@ -177,7 +187,7 @@ class Continuation:
         """Have an endpoint count the tokens of a text, or of the prompt (None): note it, if it does, and go on."""
         exchange, shared, endpoint = self.exchange, self._shared, state.endpoint
         body = count_request(self._read(), text, name="content" if is_engine(state, "llamacpp") else "prompt")
-        request = as_named_by(endpoint, exchange.request._replace(target="/tokenize", body=body))
+        request = as_named_by(endpoint, exchange.request._replace(target="/tokenize", body=body, naming=None))
         forwarded = exchange.client.peer.lines(request.fields, http10=request.http10)
         head = request.head_for(endpoint, exchange.record.attempt_id, forwarded, max_tier=exchange.placed.max_tier)
 
@@ -215,13 +225,19 @@ class Continuation:
         """What is missing of a response that has all else."""
         joined, fields = self.joined, self._read()
         left = tokens_left(fields, joined.tokens)
-        if left is not None and (joined.finish_reason == "length" or left < 0):
+        if left is not None and (joined.finish_reason == "length" or left <= 0):
             joined.tokens += left  # some came together, or were counted apart
+            self.is_counted = True
         return joined.ending(round(expected_prompt_tokens(self.ticket)) if wants_usage(fields) else None)
 
     def _read(self) -> dict[str, object]:
         if self._fields is None:
-            self._fields = read_continued(self._first[0].in_one_piece().body, chat=self._is_chat)
+            try:
+                self._fields = read_continued(self._first[0].in_one_piece().body, chat=self._is_chat)
+            except NotContinuedError as why:
+                self._fields = str(why)
+        if isinstance(self._fields, str):
+            raise NotContinuedError(self._fields)
         return self._fields
 
 
@@ -251,12 +267,14 @@ class JoinedRelay(Relay):
         continuation.ticket = ticket
         self.continuation = continuation
         self._joined = continuation.joined
+        self._joined.begin()
         head.announced = None
         usage = exchange.request.usage
         self._unasked = None if usage is None else UnaskedUsage(usage)
         self._events_before = exchange.record.events
         """Of the servers before."""
-        self._held = self._joined.text_bytes
+        self._given = self._joined.given
+        self._held = self._joined.kept_bytes
         """Bytes of text that are counted."""
         self._call: Call | None = None
         """Another server counts what the usage tells."""
@@ -276,7 +294,7 @@ class JoinedRelay(Relay):
         piece = joined.feed(data[start:end])
         if self._unasked is not None and not joined.is_text:
             piece = self._unasked.feed(piece)
-        if joined.text_bytes - self._held > HELD_BYTES:
+        if joined.kept_bytes - self._held > HELD_BYTES:
             self._hold()
         self._pass(piece)
         connection = self._connection
@@ -290,13 +308,18 @@ class JoinedRelay(Relay):
 
     def _hold(self) -> None:
         """Count the text that is kept."""
-        size, self._held = self._joined.text_bytes - self._held, self._joined.text_bytes
+        size, self._held = self._joined.kept_bytes - self._held, self._joined.kept_bytes
         if not self.continuation.exchange.hold(size):
             self._joined.give_up("there is no memory for its text")
 
     def ended(self) -> None:
         self._connection = None
         self._joined.read()
+        if self._joined.obstacle is not None:
+            rest = self._joined.end()
+            self._pass(rest if self._unasked is None else self._unasked.feed(rest) + self._unasked.end())
+        if self.stage is Stage.FINISHED:
+            return  # the rest was an error, for which it is dropped
         if self._joined.is_over or self._joined.obstacle is not None or self._head.status != 200:
             Relay.ended(self)
         else:
@@ -313,7 +336,7 @@ class JoinedRelay(Relay):
             return
         self._release_head()
         self._count()
-        why = self.continuation.move(error)
+        why = self.continuation.move(error, self)
         if why is not None:
             self._why = why
             Relay.broke(self, UpstreamError(error.kind, f"{error.detail}; not continued: {why}"))
@@ -326,7 +349,7 @@ class JoinedRelay(Relay):
         if joined.is_over or joined.finish_reason is not None or self.continuation.obstacle():
             return
         error = UpstreamError(FailureKind.STRANDED, "the endpoint drains")
-        if self.continuation.move(error) is None:
+        if self.continuation.move(error, self) is None:
             connection.abort()
             self._connection = None
             self._enter(Stage.FINISHED)
@@ -383,14 +406,18 @@ class JoinedRelay(Relay):
         return None if self._unasked is None else self._unasked.learned
 
     def generated(self, rate: TextRate) -> int:
-        return self._joined.tokens
+        joined = self._joined
+        if self.continuation.is_counted:
+            return joined.tokens
+        return max(joined.tokens, self._given + Relay.generated(self, rate))
 
     @property
     def has_moved(self) -> bool:
         return self.continuation.moves > 0
 
     def share(self, usage: Usage) -> Usage:
-        return self._joined.share(usage)
+        completion, before = usage.completion_tokens, self.continuation.charged
+        return usage if completion is None else usage._replace(completion_tokens=max(0, completion - before))
 
 
 def moved(by: HeadSender | None) -> JoinedRelay | None:

@@ -406,7 +406,7 @@ class Exchange(HeadReceiver, ABC):
     def _asks_again(self, ticket: Ticket, head: ResponseHead, body: bytes = STREAM_OPTIONS) -> bool:
         """If it refuses to be asked for usage, it is sent what the client asks for: nothing failed."""
         if refuses_usage(self.request, head, body):
-            self._failed = self._failed._replace(refused_usage=True)
+            self._failed = self._failed._replace(refused_usage=ticket.placed_state.endpoint.uid)
             self._connect(ticket)
             return True
         return False

@@ -75,9 +75,8 @@ class Exchanger:
         self, client: ClientRequest, sent: ClientRequest, ticket: Ticket, failed: AttemptFailures
     ) -> tuple[ClientRequest, ClientRequest]:
         """See UsedTokens.ask."""
-        return self.used.ask(
-            client, sent, ticket, always=self.settings.usage.ask == "always", refused=failed.refused_usage
-        )
+        refused = failed.refused_usage == ticket.placed_state.endpoint.uid
+        return self.used.ask(client, sent, ticket, always=self.settings.usage.ask == "always", refused=refused)
 
     def note_load_report(self, head: ResponseHead, ticket: Ticket, *, wanted: bool) -> ResponseHead:
         """Report the endpoint's load. Only clients that asked for it get it."""

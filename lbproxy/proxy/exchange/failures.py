@@ -41,8 +41,8 @@ class AttemptFailures(NamedTuple):
     had handed over: it gets the request only if no other endpoint can."""
     has_looked: bool = False
     """None listed its model, and all were asked again."""
-    refused_usage: bool = False
-    """The endpoint refused to be asked for usage, and is asked again without."""
+    refused_usage: EndpointUid | None = None
+    """The endpoint that refused to be asked for usage, and is asked again without."""
     fallback: Fallback | None = None
     """How far it is, if its own model did not serve it: these attempts were for another one."""
 

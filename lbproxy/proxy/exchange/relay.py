@@ -304,7 +304,7 @@ class Relay(PayloadWatcher):
         follow.
         """
         self.client_reusable = False
-        if not self._chunked and self._head.length is None:
+        if not self._chunked and self._head.announced is None:
             self._reset(outcome)
             return
         if self._takes_event(connection):

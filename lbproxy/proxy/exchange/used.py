@@ -18,7 +18,7 @@ from lbproxy.core.responses.usage import read_usage
 from lbproxy.driver.request_runtime import RequestRuntime
 from lbproxy.net.connections.h1 import ResponseHead
 from lbproxy.net.connections.pool import Connection
-from lbproxy.proxy.exchange.relay import Relay, RelayOwner, Requester, can_continue, is_json, stream_scanner
+from lbproxy.proxy.exchange.relay import Relay, RelayOwner, Requester, Stage, can_continue, is_json, stream_scanner
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.reading import with_usage
 from lbproxy.proxy.request.routes import Route
@@ -70,7 +70,7 @@ class UsedTokens:
             completion = usage.completion_tokens
         if completion is None and body and _generates(route, head.status, head.content_type):
             usage = estimated(
-                usage, ceil(len(body) / (1.0 if head.encoded else self._rate(record, ticket).bytes_per_token))
+                usage, ceil(len(body) / (1.0 if head.encoded else self.rate(record, ticket).bytes_per_token))
             )
         return usage
 
@@ -93,7 +93,7 @@ class UsedTokens:
                 self._rates.learn(record.endpoint or "", record.model or "", events, text_bytes, reported)
         elif _wrote_text(relay, route, record.status):
             # What was reported of a response that broke is what it had at its first event, or in one of its choices.
-            usage = estimated(usage, max(reported or 0, relay.generated(self._rate(record, ticket))))
+            usage = estimated(usage, max(reported or 0, relay.generated(self.rate(record, ticket))))
         return None if usage is None else relay.share(usage)
 
     def so_far(
@@ -104,13 +104,13 @@ class UsedTokens:
         """
         if not _wrote_text(relay, route, record.status):
             return None
-        usage, generated = relay.usage, relay.generated(self._rate(record, ticket))
+        usage, generated = relay.usage, relay.generated(self.rate(record, ticket))
         if usage is not None:
             usage = usage.resolved(expected_prompt_tokens(ticket))
             generated = max(generated, usage.completion_tokens or 0)
         return relay.share(estimated(usage, generated)) if generated or is_left else None
 
-    def _rate(self, record: RequestRecord, ticket: Ticket) -> TextRate:
+    def rate(self, record: RequestRecord, ticket: Ticket) -> TextRate:
         """What the response to a placed request is likely to be like."""
         request = ticket.request
         is_text = request.prompt_bytes and not request.media_tokens
@@ -146,8 +146,10 @@ class AskedRelay(Relay):
         Relay._pass(self, self._unasked.feed(piece))
 
     def ended(self) -> None:
+        self._connection = None
         Relay._pass(self, self._unasked.end())
-        Relay.ended(self)
+        if self.stage is not Stage.FINISHED:  # what was left may be an error, for which it is dropped
+            Relay.ended(self)
 
     def _takes_event(self, connection: Connection | None) -> bool:
         if not self._unasked.changes:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from itertools import pairwise
 
 import orjson
@@ -139,3 +140,17 @@ def test_what_is_read_does_not_depend_on_how_it_is_cut_into_reads(seed: int) -> 
         assert (stream.tokens, stream.text_bytes) == (len(said), len("".join(said).encode()))
         assert stream.obstacle is None
         assert stream.move(()) == "".join(said).rstrip()
+
+
+def test_the_memory_that_a_text_takes_is_told() -> None:
+    """Each token is an object of its own, ten times as large as its characters."""
+    stream = JoinedStream(chat=True)
+    stream.feed(HEAD)
+    events = [token(f"{number:04}") for number in range(5000)]
+    tracemalloc.start()
+    for one in events:
+        stream.feed(one)
+    stream.read()
+    took, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert stream.kept_bytes == pytest.approx(took, rel=0.2)

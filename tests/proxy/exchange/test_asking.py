@@ -235,6 +235,60 @@ def test_a_server_that_refuses_to_be_asked_is_asked_without_once_and_for_all(
     assert engine.asked == [False, True, False, False, False]
 
 
+def test_what_one_server_refuses_another_is_asked_for() -> None:
+    """Where a request goes on to another server, that one has refused nothing."""
+    calls: list[bool] = []
+    other = Engine()
+
+    async def script(wire: Wire, request: Received) -> None:
+        calls.append(b"include_usage" in request.body)
+        if calls[-1]:
+            await wire.send(answer(REFUSAL, status=400))
+        elif len(calls) > 1:
+            await wire.send(answer(b"{}", status=503))
+        else:
+            await wire.send(STREAM_HEAD, chunk(UNASKED), LAST)
+
+    async def main() -> None:
+        more = f"{LIMITED}routing: {{policy: round-robin}}\n"
+        async with (
+            ScriptedEndpoint(script) as one,
+            ScriptedEndpoint(other) as two,
+            rig(one.url, two.url, more=more) as it,
+        ):
+            for _ in range(3):
+                assert (await it.ask(asking())).body == UNASKED
+            assert await used(it, 3) == USED
+
+    run(main())
+    assert (calls, other.asked) == ([False, True, False], [False, True])
+
+
+def test_an_error_at_the_end_of_a_stream_is_one_at_its_beginning() -> None:
+    """It may be all that there is, without an empty line after it: another server is asked."""
+    calls: list[bool] = []
+
+    async def script(wire: Wire, request: Received) -> None:
+        calls.append(b"include_usage" in request.body)
+        busy = b'data: {"error":{"message":"busy","code":503}}\n'
+        stream = busy if len(calls) == 3 else ASKED if calls[-1] else UNASKED
+        await wire.send(STREAM_HEAD, chunk(stream), LAST)
+
+    async def main() -> None:
+        more = f"{LIMITED}routing: {{policy: round-robin}}\n"
+        async with (
+            ScriptedEndpoint(script) as one,
+            ScriptedEndpoint(script) as two,
+            rig(one.url, two.url, more=more) as it,
+        ):
+            for _ in range(3):
+                assert (await it.ask(asking())).body == UNASKED
+            assert await used(it, 3) == USED
+
+    run(main())
+    assert calls == [False, False, True, True]
+
+
 def test_a_refusal_for_another_reason_is_the_clients() -> None:
     refusal = b'{"error":{"message":"the prompt is bad"}}'
     engine = Engine(refusal=answer(refusal, status=400))
@@ -405,6 +459,29 @@ def test_a_stream_with_a_length_is_like_any_other(at_once: bool) -> None:
                 reply = await asyncio.wait_for(it.ask(asking(version=version)), 10)
                 assert reply.body == UNASKED
             assert await used(it, 2) == await used(it, 3) == USED
+
+    run(main())
+
+
+def test_a_stream_with_a_length_that_breaks_is_reset_for_a_client_that_was_not_told_it() -> None:
+    """To HTTP/1.0 a close would look like the end."""
+
+    async def script(wire: Wire, request: Received) -> None:
+        if b"first" in request.body:
+            await wire.send(STREAM_HEAD, chunk(UNASKED), LAST)
+        else:
+            await wire.send(answer(ASKED, kind="text/event-stream")[:-90])
+            await asyncio.sleep(0.05)
+            wire.reset()
+
+    async def main() -> None:
+        async with ScriptedEndpoint(script) as endpoint, rig(endpoint.url, more=LIMITED) as it:
+            await it.ask(asking(user="first"))
+            client = await it.connect()
+            client.send(asking(version="1.0"))
+            assert b"content-length" not in (await client.head()).lower()
+            with pytest.raises(ConnectionResetError):
+                await client.reader.read(-1)
 
     run(main())
 

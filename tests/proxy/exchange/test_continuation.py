@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from lbproxy.core.requests.outcome import Outcome
+from lbproxy.core.responses.continued import read_continued
+from lbproxy.proxy.exchange import continuation
 from lbproxy.proxy.exchange.steps import Step
 from lbproxy.sim.mock.http import MockServer
 from lbproxy.sim.mock.mock_options import MockOptions
@@ -19,7 +21,7 @@ from lbproxy.sim.mock.text import TOKEN_BYTES
 from tests.proxy.conftest import Steps
 from tests.support.aio import run, until
 from tests.support.compiled import interpreted
-from tests.support.endpoint import STREAM_HEAD, Received, ScriptedEndpoint, Wire, answer, event
+from tests.support.endpoint import LAST, STREAM_HEAD, Received, ScriptedEndpoint, Wire, answer, chunk, event
 from tests.support.rig import Reply, Rig, post, rig
 from tests.support.state_tables import STEPS
 
@@ -142,11 +144,15 @@ async def ends_with_its_last_token() -> None:
 
     async with ScriptedEndpoint(script) as first, MockServer(MockOptions(model="m", speed=50)) as other:
         urls = (first.url, "engine: vllm"), (other.url, "engine: vllm")
-        async with rig(*urls, more="routing: {policy: round-robin}") as it:
+        more = "routing: {policy: round-robin}\nflows: {default: {tokens_per_minute: 120}}"
+        async with rig(*urls, more=more) as it:
             text, events = read(await it.ask(body_of()), CHAT)
             assert text == delta["content"]
             assert [one["choices"][0].get("finish_reason") for one in events if one["choices"]] == [None, "length"]
             assert events[-1]["usage"]["completion_tokens"] == 30
+            await until(lambda: it.records.requests, "it is recorded")
+            said = events[-1]["usage"]["total_tokens"]
+            assert used_tokens(it) == pytest.approx(said, abs=25), "its prompt is estimated, and no token counts twice"
 
 
 def test_a_response_that_has_all_its_tokens_ends() -> None:
@@ -211,16 +217,20 @@ async def dies_before_its_usage(
             yield it, text
 
 
-@pytest.mark.parametrize(("stop", "beside"), [(None, 1), ("the end of the text ", 5)])
+@pytest.mark.parametrize(
+    ("stop", "beside", "model"), [(None, 1, "m"), ("the end of the text ", 5, "m"), (None, 1, "alias")]
+)
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_where_the_usage_alone_is_missing_another_server_counts(path: str, stop: str | None, beside: int) -> None:
-    """A token ends it that has no text, or a text that the client does not get."""
+def test_where_the_usage_alone_is_missing_another_server_counts(
+    path: str, stop: str | None, beside: int, model: str
+) -> None:
+    """A token ends it that has no text, or a text that the client does not get. It knows no aliases."""
 
     async def main() -> None:
         async with fleet("") as (it, _):
             prompt = read(await it.ask(post(asked(path, 1), path)), path)[1][-1]["usage"]["prompt_tokens"]
-        async with dies_before_its_usage(path, "", stop=stop) as (it, text):
-            said, events = read(await it.ask(body_of(path)), path)
+        async with dies_before_its_usage(path, "", "models: {alias: m}", stop=stop) as (it, text):
+            said, events = read(await it.ask(body_of(path, model=model)), path)
             assert said == text
             own = len(text) // TOKEN_BYTES + beside
             used = {"prompt_tokens": prompt, "completion_tokens": own, "total_tokens": prompt + own}
@@ -312,9 +322,15 @@ def test_the_text_is_counted_as_llamacpp_is_asked_to() -> None:
     run(main())
 
 
-@pytest.mark.parametrize("faults", [("", ""), ("break how=rst events=9", ""), ("break how=rst events=9",) * 2])
-def test_the_client_is_charged_for_what_it_got(faults: tuple[str, str]) -> None:
-    """Once, however many servers wrote it. If nobody goes on, for what came."""
+DIES = "break how=rst events=9"
+
+
+@pytest.mark.parametrize(
+    ("faults", "interval"),
+    [(("", ""), 1), ((DIES, ""), 1), ((DIES, DIES), 1), (("break how=rst at=event events=4", ""), 5)],
+)
+def test_the_client_is_charged_for_what_it_got(faults: tuple[str, str], interval: int) -> None:
+    """Once, however many servers wrote it, with an event for each token or not. If nobody goes on, for what came."""
     flows = "flows: {default: {tokens_per_minute: 120}}"
 
     async def main() -> None:
@@ -322,7 +338,7 @@ def test_the_client_is_charged_for_what_it_got(faults: tuple[str, str]) -> None:
             whole = await it.ask(post(asked(CHAT, 1)))
             await until(lambda: it.records.requests, "it is recorded")
             expected = used_tokens(it)
-        async with fleet(*faults, more=flows) as (it, _):
+        async with fleet(*faults, more=flows, interval=interval) as (it, _):
             check_one(await it.ask(body_of()), CHAT, whole)
             await until(lambda: it.records.requests, "it is recorded")
             assert used_tokens(it) == pytest.approx(expected, abs=5)  # a role counts as a token
@@ -330,6 +346,32 @@ def test_the_client_is_charged_for_what_it_got(faults: tuple[str, str]) -> None:
             await broken(it, body_of())
             await until(lambda: it.records.requests, "it is recorded")
             assert used_tokens(it) == pytest.approx(8, abs=2)
+
+    run(main())
+
+
+@pytest.mark.parametrize("field", ["content", "reasoning_content"])
+def test_a_client_that_leaves_is_charged_as_without_continuation(field: str) -> None:
+    """By the text, where events have many tokens; also of a response that cannot go on."""
+
+    async def script(wire: Wire, _: Received) -> None:
+        choice = {"index": 0, "delta": {field: "some words more " * 30}}
+        said = event(json.dumps({"id": "1", "created": 1, "model": "m", "choices": [choice]}))
+        await wire.send(STREAM_HEAD, *[said] * 9, event(json.dumps({"choices": [], "last": 1})))
+        await asyncio.sleep(30)
+
+    async def charged(more: str) -> float:
+        flows = "flows: {default: {tokens_per_minute: 2400}}"
+        async with ScriptedEndpoint(script) as one, rig((one.url, "engine: vllm"), more=flows) as it:
+            client = await it.connect()
+            client.send(post(asked(CHAT), CHAT, more))
+            await client.reader.readuntil(b'"last"')
+            client.writer.transport.abort()
+            await until(lambda: it.records.requests, "it is recorded")
+            return used_tokens(it)
+
+    async def main() -> None:
+        assert await charged(CONTINUE) == pytest.approx(await charged(""), abs=100)
 
     run(main())
 
@@ -368,6 +410,79 @@ def test_a_stream_that_nobody_goes_on_with_says_why() -> None:
             assert said == "upstream connection lost after 6 events; not continued: the next server refused"
 
     run(main())
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [event('{"error":{"message":"overloaded","code":503}}'), chunk(b'data: {"id":"1","cho')],
+    ids=["error", "cut"],
+)
+def test_what_a_server_sent_in_vain_is_nothing_to_the_next(sent: bytes) -> None:
+    """It fails before anything new of it went to the client: the next one is neither blamed for that nor garbled."""
+
+    def said(text: str, reason: str | None = None) -> bytes:
+        choice = {"index": 0, "delta": {"content": text}, "finish_reason": reason}
+        return event(json.dumps({"id": "1", "created": 1, "model": "m", "choices": [choice]}))
+
+    def server(stream: bytes) -> ScriptedEndpoint:
+        async def script(wire: Wire, asked: Received) -> None:
+            if asked.path == "/tokenize":
+                await wire.send(answer(b"{}", status=404))
+                return
+            await wire.send(STREAM_HEAD + stream)
+            await asyncio.sleep(0.1)
+            wire.reset()
+
+        return ScriptedEndpoint(script)
+
+    async def main() -> None:
+        last = said(" two") + said("", "stop") + event("[DONE]") + LAST
+        async with server(said("one,")) as first, server(sent) as second, server(last) as third:
+            urls = [(one.url, "engine: vllm") for one in (first, second, third)]
+            more = "routing: {policy: round-robin}\nretry: {budget_per_second: 100}"
+            async with rig(*urls, more=more) as it:
+                reply = await asyncio.wait_for(it.ask(body_of(stream_options=None)), 10)
+                assert read(reply, CHAT)[0] == "one, two"
+                assert reply.body.endswith(b"data: [DONE]\n\n")
+
+    run(main())
+
+
+PING, BAD, END = b": ping\n\n", b'data: {"error":{"message":"bad","code":400}}\n\n', b"data: [DONE]\n\n"
+TOOL = b'data: {"id":"1","choices":[{"index":0,"delta":{"tool_calls":[{"index":0}]}}]}\n\n'
+WORD = b'data: {"id":"1","choices":[{"index":0,"delta":{"content":"a"}}]}'
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [[BAD], [BAD, END], [PING, BAD], [PING + BAD + END], [TOOL, END[:-1]], [WORD + b"\r\r", END[:-2] + b"\r\r"]],
+    ids=["error", "error and end", "comment", "at once", "no last line", "CR"],
+)
+def test_what_cannot_be_continued_passes_as_it_is(pieces: list[bytes]) -> None:
+    """An error about the request is the client's, and not the server's fault; nor does the end have to be an event."""
+    calls: list[bytes] = []
+
+    async def script(wire: Wire, request: Received) -> None:
+        calls.append(request.body)
+        await wire.send(STREAM_HEAD)
+        for piece in pieces:
+            await wire.send(chunk(piece))
+            await asyncio.sleep(0.02)
+        await wire.send(LAST)
+
+    async def main() -> None:
+        async with (
+            ScriptedEndpoint(script) as one,
+            ScriptedEndpoint(script) as two,
+            rig((one.url, "engine: vllm"), (two.url, "engine: vllm")) as it,
+        ):
+            reply = await asyncio.wait_for(it.ask(body_of()), 10)
+            assert (reply.status, reply.body) == (200, b"".join(pieces))
+            await until(lambda: it.records.requests, "it is recorded")
+            assert it.records.requests[0].outcome is Outcome.COMPLETED
+
+    run(main())
+    assert len(calls) == 1
 
 
 def used_tokens(it: Rig) -> float:
@@ -504,6 +619,32 @@ def test_a_server_that_falls_silent_is_left() -> None:
             check_one(await it.ask(body_of()), CHAT, whole)
             await until(lambda: it.records.requests, "it is recorded")
             assert it.records.requests[0].attempts == 2
+
+    run(main())
+
+
+@interpreted
+def test_what_stays_while_its_endpoint_drains_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its body may be large, and so may be the number of streams that are looked at every second."""
+    bodies: list[bytes] = []
+
+    def reading(body: bytes, *, chat: bool) -> dict[str, object]:
+        bodies.append(body)
+        return read_continued(body, chat=chat)
+
+    monkeypatch.setattr(continuation, "read_continued", reading)
+
+    async def main() -> None:
+        async with fleet("", "", speed=1) as (it, _):
+            client = await it.connect()
+            client.send(body_of(max_tokens=400, logprobs=True))
+            await client.head()
+            await client.reader.readuntil(b"}]}\n\n")
+            it.runtime.drain(it.snapshots()[0].endpoint.uid, move_after_s=0.0)
+            for _ in range(5):
+                it.runtime.check()
+            assert len(bodies) == 1
+            client.writer.close()
 
     run(main())
 
