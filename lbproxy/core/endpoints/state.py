@@ -62,6 +62,8 @@ class OnDemand:
         self.in_flight: dict[str, int] = {}
         self.asked: dict[str, deque[float]] = {}
         """When the last `ASKED` requests for a model came that were placed there."""
+        self.most: int | None = None
+        """What the settings say that there is room for; see LoadSpec."""
         self.host = ASSUMED
         """How many models it has in memory at a time: as the settings say, or as was seen, and one more than that until
         one had to go."""

@@ -13,6 +13,7 @@ from lbproxy.core.endpoints.endpoint import EndpointUid, SleepSpec
 from lbproxy.core.endpoints.health import Health
 from lbproxy.core.endpoints.state import EndpointState, OnDemand
 from lbproxy.core.requests.models import is_among
+from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.core.saved.pieces import Durations
 from lbproxy.core.sleeping.phase import Phase
 
@@ -153,6 +154,10 @@ class SleepServer:
     def in_flight(self) -> int:
         """Our requests there, and those of other replicas."""
         return sum(state.in_flight + state.elsewhere for state in self.states)
+
+    def suits(self, request: InferenceRequest | None) -> bool:
+        """Whether a request, if it is known, has nothing against how it is loaded."""
+        return True
 
     @property
     def stranded(self) -> int:
@@ -304,6 +309,10 @@ class LoadableModel(SleepServer):
     @property
     def responded_at(self) -> float:
         return self.on_demand.responded.get(self._name, -inf)
+
+    def suits(self, request: InferenceRequest | None) -> bool:
+        context = None if request is None else request.context_tokens
+        return request is None or self.on_demand.contexts.get(self._name, context) == context
 
     @property
     def stranded(self) -> int:

@@ -51,6 +51,8 @@ class Need:
         """When the first of them is to be placed, and is to be served."""
         self.is_served = False
         """An endpoint that is awake takes them: another one would only shorten their wait."""
+        self.request: InferenceRequest | None = None
+        """One of them; None: they do not wait any more."""
 
     def add(self, at: float, wait_s: float) -> None:
         """One more request, which arrived at this time."""
@@ -76,7 +78,7 @@ def read_needs(
         need = needs.get(key)
         if need is None:
             need = needs[key] = Need(*key)
-            need.is_served = _is_served(need, request, endpoints, now)
+            need.request, need.is_served = request, _is_served(need, request, endpoints, now)
         predicted_s = ticket.best_wait_s if ticket.best is not None or ticket.wait is Wait.WAKING else 0.0
         need.add(ticket.submitted_at, max(now - ticket.submitted_at, predicted_s))
         need.expires_at = min(need.expires_at, ticket.expires_at)
@@ -208,8 +210,9 @@ class Servers:
             if not names >= on_demand.unloaded | on_demand.loading:
                 on_demand.unloaded, on_demand.loading = on_demand.unloaded & names, on_demand.loading & names
                 self._shown(state)
-            if most is not None:
-                on_demand.host = ASSUMED.model_copy(update={"awake": most})
+            if most != on_demand.most:
+                on_demand.most = most
+                on_demand.learn_room(most or ASSUMED.awake, is_all=False)
             for name in state.models or ():
                 new = LoadableModel(state, name, now)
                 known = before.get(new.url)

@@ -58,6 +58,8 @@ SCALE_UNKNOWN_S: Final = 10.0
 """The least wait for one more server if it is not known how long a wake takes."""
 LOOKED_AT: Final = 50
 """Servers that are looked at in one decision, of those of which nothing is expected: 1,000 within two seconds."""
+MAX_REFUSED: Final = 64
+"""Models; those that were refused last. Where no list of models is known a client may write any name."""
 REFUSED_S: Final = 30.0
 """For so long, a request that was refused because a wake takes too long, or overflowed, counts as one that waits:
 clients try again, and others come."""
@@ -387,7 +389,7 @@ class Sleepers:
 
     def _meet(self, need: Need, orders: list[Order], now: float) -> None:
         able = self._servers.able(need)
-        if any(_is_on_the_way(server, now) for server in able):
+        if any(_is_on_the_way(server, now) and server.suits(need.request) for server in able):
             return
         if need.is_served and need.wait_s <= _wake_pays_s(able):
             return
@@ -512,7 +514,10 @@ class Sleepers:
 
     def passed_by(self, ticket: Ticket, now: float) -> None:
         """Note that a request for a model that sleeps did not wait: the next ones may be served there."""
+        self._refused.pop(ticket.request.model, None)
         self._refused[ticket.request.model] = now
+        if len(self._refused) > MAX_REFUSED:
+            del self._refused[next(iter(self._refused))]
 
     def wakes_in_s(self, ticket: Ticket, now: float, *, in_queue: bool = False) -> float | None:
         """In how many seconds a server that takes a request is awake; None: not known. `in_queue`: see `Servers`."""

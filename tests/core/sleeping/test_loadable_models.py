@@ -458,6 +458,27 @@ def test_another_context_is_another_load() -> None:
     assert boxes.place(boxes.ask("a", now=14.0, context=8192)) == 1
 
 
+def test_a_load_with_another_context_is_not_waited_for() -> None:
+    """It may take a minute, and is of no use to who wants the model otherwise."""
+    boxes = Boxes(LoadSpec(most=1), LoadSpec(most=1), LoadSpec(most=1))
+    tickets = []
+    for now, context in ((1.0, 4096), (2.0, 8192), (3.0, None)):
+        tickets.append(boxes.ask("a", now=now, context=context))
+        boxes.decide(now=now + 0.1)
+    assert {boxes.place(ticket) for ticket in tickets} == {0, 1, 2}
+
+
+def test_what_the_settings_said_of_its_memory_does_not_count_any_more() -> None:
+    """Where they say nothing now, it is what it shows: not as many models as there were bytes."""
+    boxes = Boxes(LoadSpec(most=8 << 30, sizes=(("a", 6 << 30), ("b", 6 << 30))))
+    boxes.balancer.set_endpoints([spec(0)], now=1.0)
+    boxes.say(0, ["a"], now=1.0)
+    boxes.home("b", now=2.0)
+    waits = boxes.ask("c", now=3.0)
+    boxes.decide(now=3.1)
+    assert waits.state is TicketState.WAITING
+
+
 def test_where_there_is_no_room_a_model_is_loaded_anew_with_another_context() -> None:
     """It is not waited for another model to go; and what is then there is known."""
     boxes = Boxes(LoadSpec(most=1), LoadSpec(most=1, never=frozenset("a")), LoadSpec(most=1))

@@ -20,7 +20,7 @@ from lbproxy.core.queue.ticket import Ticket, TicketState, Wait
 from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.core.sleeping.phase import Phase
-from lbproxy.core.sleeping.sleepers import Order, Task
+from lbproxy.core.sleeping.sleepers import MAX_REFUSED, Order, Task
 from tests.support.pool import card, spec
 
 HOST = SleepSpec(host="box")
@@ -403,6 +403,19 @@ def test_nothing_is_woken_before_every_server_of_the_host_has_said_whether_it_sl
     assert fleet.sleepers.decide(0.2) == []
     fleet.sleepers.reported(two.base_url, True, asked_at=0.3, now=0.3)
     assert [order.url for order in fleet.sleepers.decide(0.4)] == [one.base_url]
+
+
+def test_of_refused_requests_few_models_are_remembered() -> None:
+    """Any name may be asked for where no list is known, and each is a need that every decision goes through."""
+    fleet = Fleet("m0")
+    fleet.say(0, True, now=1.0)
+    fleet.wake(0, now=2.0, takes=30.0)
+    fleet.say(0, True, now=40.0)
+    fleet.balancer.report_models(fleet.endpoints[0].uid, None)
+    for number in range(2 * MAX_REFUSED):
+        assert fleet.ask(f"x{number}", now=50.0, deadline=51.0).outcome is Outcome.TOO_LATE
+    assert len(fleet.sleepers._refused) == MAX_REFUSED
+    assert fleet.orders(50.1) == [("wake", 0)], "they count all the same"
 
 
 def test_a_server_of_the_host_that_refuses_connections_has_no_memory() -> None:
