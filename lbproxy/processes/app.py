@@ -446,7 +446,8 @@ class Proxy:
             from_file = name not in self.overlay.added
             overlay, settings = self.overlay.remove(self.settings, name)
             await self._exchange(settings, overlay, by_operator=registered_by is None)
-            return from_file
+        await self.members.settled()  # its server stops now
+        return from_file
 
     async def register_endpoint(self, entry: Mapping[str, object], *, ttl_s: float) -> tuple[str, bool]:
         if (name := self.overlay.renew(self.settings, entry, ttl_s, self.runtime.now())) is not None:

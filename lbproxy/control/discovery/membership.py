@@ -55,6 +55,8 @@ class Membership:
         self._rest: asyncio.Handle | None = None
         self._soon: asyncio.Handle | None = None
         """The next `adopt`."""
+        self._adopted = asyncio.Event()
+        """There is none."""
         self._changed_at = -inf
         self._servers: Sequence[EndpointSpec] = ()
         self._ranks: dict[str, int] = {}
@@ -101,8 +103,14 @@ class Membership:
             wait_s = self._changed_at + PAUSE_S * len(self._servers) - self._runtime.now()
             if len(self._servers) > MANY and wait_s > 0.0:
                 self._soon = self._runtime.loop.call_later(wait_s, lambda: self.adopt(servers()))
+                self._adopted.clear()
             else:
                 self.adopt(servers())
+
+    async def settled(self) -> None:
+        """Wait until what `adopt_soon` was given counts."""
+        if self._soon is not None:
+            await self._adopted.wait()
 
     def adopt(self, servers: Sequence[EndpointSpec]) -> None:
         """Make the set equal to `servers`: at once, or if more than `JOINED_AT_ONCE` are new, in later turns of the
@@ -111,6 +119,7 @@ class Membership:
         if self._soon is not None:
             self._soon.cancel()
         self._servers, self._soon, self._changed_at = servers, None, self._runtime.now()
+        self._adopted.set()
         if self._ranks:
             urls = {one.url_key for one in servers}
             self._ranks = {url: ranks for url, ranks in self._ranks.items() if url in urls}
