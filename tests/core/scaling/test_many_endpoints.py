@@ -16,7 +16,6 @@ from lbproxy.config.sleep import HostSettings
 from lbproxy.core.balancer import Balancer
 from lbproxy.core.endpoints.endpoint import Endpoint, SleepSpec
 from lbproxy.core.policies.registry import make_policy
-from lbproxy.core.requests.outcome import Outcome
 from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.core.sleeping.phase import Phase
 from lbproxy.core.sleeping.sleepers import Task
@@ -91,19 +90,6 @@ def test_decisions_about_sleep_take_milliseconds_a_second(hosts: int | None) -> 
             now += 0.1
 
     assert min(ms_of(second) for _ in range(7)) < 4 * BOUND_MS, "with 20 models that requests wait for"
-    assert balancer.sleepers.rest == 1
-
-
-def test_decisions_that_go_through_much_are_rarer() -> None:
-    """250 models that 1,000 requests wait for: each decision takes .7 ms, compiled, and of a second all of them 2."""
-    balancer, _ = of_many(sleep=lambda n: SleepSpec(after_s=600.0, host=f"h{n // 10}"))
-    waiting = [balancer.submit(InferenceRequest("r", f"m{n % 250 * 4 + 1}"), now=1.0) for n in range(COUNT)]
-    balancer.sleepers.decide(1.0)
-    assert balancer.sleepers.rest > 2
-    for ticket in waiting:
-        balancer.close(ticket, Outcome.CLIENT_CLOSED, now=1.1)
-    balancer.sleepers.decide(1.2)
-    assert balancer.sleepers.rest <= 2, "only servers on their way are left"
 
 
 def test_of_many_servers_each_falls_asleep_and_wakes_in_time() -> None:

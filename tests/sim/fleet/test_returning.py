@@ -29,7 +29,9 @@ def test_a_returning_server_gets_its_share_whichever_is_a_little_faster(policy: 
     servers = tuple(SimulatedServer(late if number == slower else preset) for number in range(2))
 
     def make(rng: random.Random) -> Balancer:
-        return Balancer(make_policy(RoutingSettings(policy=policy), rng), BalancingSettings(), rng=rng)
+        return Balancer(
+            make_policy(RoutingSettings.model_validate({"policy": policy}), rng), BalancingSettings(), rng=rng
+        )
 
     mix = {"rate": 2.0, "duration_s": END_S, "prompt_tokens": 600, "output_tokens": 50}
     faults = (ServerFault(server=1, from_s=AWAY_S, until_s=BACK_S),)
