@@ -7,6 +7,7 @@ Before simulated servers, in a second or two each: what the figures are is not l
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -107,6 +108,7 @@ def test_the_rate_is_of_the_middle_half() -> None:
     assert rate(calls) == pytest.approx(50)
 
 
+@pytest.mark.skipif("LBPROXY_TEST_BENCH" not in os.environ, reason="measures times: by hand, LBPROXY_TEST_BENCH=1")
 def test_a_page_of_servers_that_run(
     urls: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

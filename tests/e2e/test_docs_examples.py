@@ -70,6 +70,7 @@ ELSEWHERE = {
         "autoscaling.md",
         "wanted=$(lbproxy status",
     ): "tests/control/admin/test_api.py: `models` of the state; the rest needs jq",
+    ("benchmarks.md", "vllm serve"): "tests/benchmarks/test_routing_servers.py has simulated servers in their place",
     ("disaggregation.md", "vllm serve"): "tests/real/test_disaggregation.py starts vLLM with these roles",
     ("sleep.md", "VLLM_SERVER_DEV_MODE"): "another program's; tests/control/sleeping/test_sleep_calls.py: its API",
     ("agents-at-home.md", "export ANTHROPIC_BASE_URL"): "tests/clients/test_agents.py: the same of agents.md",

@@ -188,10 +188,10 @@ class Relay(PayloadWatcher):
         ends_by_close = not head.chunked and head.length is None
         self.client_reusable = turn.keep_alive and not http10 and (self._chunked or not ends_by_close)
         route = turn.request.route
-        is_stream = _is_stream(head, route)
-        self._scanner = stream_scanner(head, route, watch_finish=ends_by_close)
+        streams = is_stream(head, route)
+        self._scanner = stream_scanner(head, route, watch_finish=ends_by_close) if streams else None
         stores = self._ticket.request.stores and head.status < 300
-        is_text = is_json(head) and not is_stream
+        is_text = is_json(head) and not streams
         self._body = BodyScanner(native=route.is_native, shows=stores and route.flatten is None) if is_text else None
         self._judges_end = ends_by_close and (self._scanner is not None or self._body is not None)
         """Whether a body that only a closed connection ends is complete can be told from it."""
@@ -209,7 +209,7 @@ class Relay(PayloadWatcher):
         connection.relay(head, self, watcher)
         if self._connection is None:
             return
-        if self._opening.head and is_stream:
+        if self._opening.head and streams:
             self._head_timer = self._runtime.loop.call_later(HOLD_HEAD_S, self._send_head_alone)
         elif self._opening.head:
             self._write(b"")
@@ -643,8 +643,8 @@ def broken(timed_out: bool, events: int) -> LbError:
 
 
 def stream_scanner(head: ResponseHead, route: Route, *, watch_finish: bool) -> LineScanner | EventScanner | None:
-    """What reads a response that is a stream; None: it is none, or compressed."""
-    if head.encoded or not _is_stream(head, route):
+    """What reads a stream; None: it is compressed."""
+    if head.encoded:
         return None
     if b"ndjson" in head.content_type:
         return LineScanner()
@@ -657,7 +657,8 @@ def stream_scanner(head: ResponseHead, route: Route, *, watch_finish: bool) -> L
     )
 
 
-def _is_stream(head: ResponseHead, route: Route) -> bool:
+def is_stream(head: ResponseHead, route: Route) -> bool:
+    """Whether the body is one of events, or of an engine's JSON lines."""
     return b"text/event-stream" in head.content_type or (route.engine is not None and b"ndjson" in head.content_type)
 
 

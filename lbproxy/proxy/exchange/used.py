@@ -18,7 +18,16 @@ from lbproxy.core.responses.usage import read_usage
 from lbproxy.driver.request_runtime import RequestRuntime
 from lbproxy.net.connections.h1 import ResponseHead
 from lbproxy.net.connections.pool import Connection
-from lbproxy.proxy.exchange.relay import Relay, RelayOwner, Requester, Stage, can_continue, is_json, stream_scanner
+from lbproxy.proxy.exchange.relay import (
+    Relay,
+    RelayOwner,
+    Requester,
+    Stage,
+    can_continue,
+    is_json,
+    is_stream,
+    stream_scanner,
+)
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.reading import with_usage
 from lbproxy.proxy.request.routes import Route
@@ -58,12 +67,12 @@ class UsedTokens:
         self, record: RequestRecord, ticket: Ticket, route: Route, head: ResponseHead, body: bytes
     ) -> Usage | None:
         """Of a response that came complete."""
-        scanner = stream_scanner(head, route, watch_finish=False)
-        if scanner is not None:
+        usage: Usage | None = None
+        if is_json(head):
+            usage = read_usage(body, native=route.is_native)
+        elif is_stream(head, route) and (scanner := stream_scanner(head, route, watch_finish=False)) is not None:
             scanner.feed(body, 0, len(body))
             usage = scanner.usage
-        else:
-            usage = read_usage(body, native=route.is_native) if is_json(head) else None
         completion = None
         if usage is not None:
             usage = _note_usage(record, ticket, usage)
