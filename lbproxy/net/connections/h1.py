@@ -335,6 +335,8 @@ class ResponseHead:
         """The field lines to pass on to the client, as they came, each with its CRLF; without Content-Length."""
         self.content_type = fixed.content_type
         """Lower case; empty if not given."""
+        self.is_stream = fixed.is_stream
+        """The body is one of events or of JSON lines, however it is framed."""
         self.encoded = fixed.encoded
         """There is a Content-Encoding that changes something: the body cannot be read as it is."""
         self.keep_alive = keep_alive
@@ -437,6 +439,7 @@ class _FixedHead:
     def __init__(self, minor: int, status: int, fields: _Fields) -> None:
         kept, self.content_type, self.encoded, self.chunked, self.announced, options, report, reason = fields
         """`announced`: a Content-Length that `LengthSplitter` did not find."""
+        self.is_stream = b"text/event-stream" in self.content_type or b"ndjson" in self.content_type
         self.load_report, self.reason = report, reason
         self.status = status
         self.keep_alive = (minor == 1 or b"keep-alive" in options) and b"close" not in options

@@ -72,7 +72,9 @@ class Receiver(Protocol):
         """
 
     def complete_response(self, head: ResponseHead, body: bytes) -> None:
-        """A complete response, after any 1xx responses, in one piece as its length says. Nothing follows."""
+        """A complete response that is no stream, after any 1xx responses, in one piece as its length says. Nothing
+        follows.
+        """
 
     def hints(self, head: ResponseHead) -> None:
         """103 Early Hints: fields of the response that follows."""
@@ -310,7 +312,7 @@ class Connection:
             self._break(UpstreamError(FailureKind.PROTOCOL, f"{self.origin}: {error}"))
             return
         rest = self._buffer = self._buffer[end:]
-        if head.length == len(rest) and head.status >= 200:
+        if head.length == len(rest) and head.status >= 200 and not head.is_stream:
             # Most non-streaming responses. Without framing and relay: 7 µs less for each.
             self._release(head.keep_alive)
             receiver.complete_response(head, rest)

@@ -46,19 +46,17 @@ from lbproxy.proxy.exchange.fallback import Fallback, is_reason
 from lbproxy.proxy.exchange.instead import Instead, fits
 from lbproxy.proxy.exchange.keepalive import Keepalive
 from lbproxy.proxy.exchange.relay import (
-    LAST_CHUNK,
     Client,
     HeadSender,
     Relay,
     can_continue,
-    chunk,
     end_after_head,
     end_with_response,
     note_stored,
 )
 from lbproxy.proxy.exchange.split import FirstLeg, SplitRequest, decode_endpoint, first_leg
 from lbproxy.proxy.exchange.steps import Step
-from lbproxy.proxy.exchange.used import STREAM_OPTIONS, expected_prompt_tokens, refuses_usage, without_usage
+from lbproxy.proxy.exchange.used import STREAM_OPTIONS, expected_prompt_tokens, refuses_usage
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.headers import client_head
 from lbproxy.proxy.request.reading import as_named_by
@@ -340,16 +338,12 @@ class Exchange(HeadReceiver, ABC):
             self._asks_again(ticket, head, body) or self._retry_elsewhere(head.status, body, head)
         ):
             return
-        said, body = body, without_usage(self.request, head, body)
         if self.head_sent_by is not None:
-            if self.head_sent_by.has_moved or not can_continue(head):
-                self._cannot_continue(head, body)
-                return
-            reusable, response = self.head_sent_by.client_reusable, chunk(body) + LAST_CHUNK if body else LAST_CHUNK
-        else:
-            self._shared.conceal(head, ticket.placed_state.endpoint)
-            reusable = self.keep_alive and not self.request.http10
-            response = client_head(head, self._own_fields(), chunked=False, keep_alive=reusable) + body
+            self._cannot_continue(head, body)
+            return
+        self._shared.conceal(head, ticket.placed_state.endpoint)
+        reusable = self.keep_alive and not self.request.http10
+        response = client_head(head, self._own_fields(), chunked=False, keep_alive=reusable) + body
         record.status = head.status
         record.outcome = Outcome.COMPLETED
         record.response_bytes += len(response)
@@ -359,7 +353,7 @@ class Exchange(HeadReceiver, ABC):
         transport = self.client.transport
         if transport is not None and not transport.is_closing():
             transport.write(response)
-        usage = self._shared.used.of_body(record, ticket, self.request.route, head, said)
+        usage = self._shared.used.of_body(record, ticket, self.request.route, head, body)
         note_stored(runtime, ticket, self.request, head, body)
         # The time of an error shows nothing of the endpoint's speed.
         runtime.answered(ticket, Outcome.COMPLETED, usage, began=bool(body) and head.status < 300, now=now)

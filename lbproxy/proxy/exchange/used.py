@@ -23,10 +23,7 @@ from lbproxy.proxy.exchange.relay import (
     RelayOwner,
     Requester,
     Stage,
-    can_continue,
     is_json,
-    is_stream,
-    stream_scanner,
 )
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.reading import with_usage
@@ -66,13 +63,10 @@ class UsedTokens:
     def of_body(
         self, record: RequestRecord, ticket: Ticket, route: Route, head: ResponseHead, body: bytes
     ) -> Usage | None:
-        """Of a response that came complete."""
+        """Of a response that came complete, and is no stream."""
         usage: Usage | None = None
         if is_json(head):
             usage = read_usage(body, native=route.is_native)
-        elif is_stream(head, route) and (scanner := stream_scanner(head, route, watch_finish=False)) is not None:
-            scanner.feed(body, 0, len(body))
-            usage = scanner.usage
         completion = None
         if usage is not None:
             usage = _note_usage(record, ticket, usage)
@@ -174,16 +168,6 @@ def refuses_usage(request: ClientRequest, head: ResponseHead, body: bytes = STRE
     """Whether an endpoint refuses a request as it asks for usage. `body`: without it, whether it may do so."""
     is_asked = request.usage is not None and request.usage.is_asked
     return is_asked and head.status in {400, 422} and body.find(STREAM_OPTIONS) >= 0
-
-
-def without_usage(request: ClientRequest, head: ResponseHead, body: bytes) -> bytes:
-    """The body of a stream that arrived in one piece, as its client gets it."""
-    if request.usage is None or not can_continue(head):
-        return body
-    unasked = UnaskedUsage(request.usage)
-    body = unasked.feed(body) + unasked.end()
-    head.announced = b"%d" % len(body)
-    return body
 
 
 def _is_limited(ticket: Ticket) -> bool:
