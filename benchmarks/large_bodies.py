@@ -24,6 +24,7 @@ from typing import Final, NamedTuple
 
 import orjson
 
+from lbproxy.control.telemetry.memory import Memory
 from lbproxy.processes.process import settle
 from tests.support.rig import post, rig
 
@@ -159,7 +160,8 @@ async def measure(
         entry = (url, "models: [m], model: its-own-name") if own_name else url
         more = "limits: {body_rate: 1KiB}" + ("\nmodels: {alias: {to: m}}" if alias else "")
         async with rig(entry, more=more) as it:
-            settle()  # collections of garbage are those of the product
+            settle()  # collections of garbage and the allocator are those of the product
+            Memory.tune()
             watch = Watch(loop)
             for shape in shapes:
                 for _ in range(rounds):

@@ -44,7 +44,8 @@ KEPT_HEAD_BYTES = 256
 MIN_OMITTED_BYTES = 512
 """Shorter parts are not worth a marker."""
 UNCUT_STRING_BYTES = 4 << 20
-"""Long strings are kept complete up to this total: about a million tokens."""
+"""Up to this size a body's strings are complete: about a million tokens. Of a larger one half as much is, of long ones
+together, so that with its markers it takes no longer to parse."""
 MAX_DEPTH: Final = 900
 """How deep a request body may be nested. Python's own json, with which model servers parse it, takes 1000 levels less
 the current stack depth; a server that fails on such a body would be blamed for it."""
@@ -123,7 +124,7 @@ class Outline:
         self._in_string = False
         self._cost = 0
         self._cut_at_cost = 0
-        self._uncut_left = UNCUT_STRING_BYTES
+        self._uncut_left = UNCUT_STRING_BYTES // 2
         self._pieces: list[bytes] = []
         self._depth = 0
         self._in_object = False  # the outermost value is an object

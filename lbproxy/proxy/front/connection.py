@@ -56,6 +56,8 @@ logger = logging.getLogger("lbproxy")
 
 WRITE_HIGH_WATER_BYTES = 64 << 10
 """Bytes that lbproxy holds for a client that does not read, before it stops reading from the endpoint."""
+REST_BITS = 20
+"""With each MiB of a body, others get their turn: uvloop reads 32 times in a row, 8 MiB in 15 ms from a fast client."""
 _REFUSED_BY_WALK = b"\0"
 MAX_BUFFERED_BYTES = 64 << 10
 """Bytes that are buffered while a request runs, before the client's connection is no longer read: with one read, of up
@@ -458,6 +460,9 @@ class ClientConnection(web.RequestHandler):
             if missing < len(data):
                 self._keep(data, missing)
         body.received(data[:missing])
+        if self.arriving is body and body.missing >> REST_BITS != missing >> REST_BITS:
+            self._pause_transport_reading()
+            self._loop.call_soon(self._read_on)
 
     def _start(self, plain: ClientRequest, length: int = 0) -> None:
         if self._head_due:

@@ -65,6 +65,32 @@ def test_what_follows_the_body_is_the_next_request(way: str) -> None:
     run(main())
 
 
+def test_a_fast_client_leaves_turns_of_the_loop_to_others(way: str) -> None:
+    """uvloop goes on reading as long as there is something, up to 32 times: the peer chose how long a turn is."""
+
+    async def main() -> None:
+        async with ScriptedEndpoint() as endpoint, rig(endpoint.url) as it:
+            client = await it.connect()
+            sent = post(body(8 << 20))
+            at = 1000
+            client.send(sent[:at])
+            (connected,) = it.front._clients()
+            await until(lambda: connected.state is (State.ARRIVING if way == "lane" else State.AIOHTTP), "it began")
+            transport = connected.transport
+            assert transport is not None
+            while at < len(sent):
+                begun = at
+                while transport.is_reading() and at < len(sent):
+                    connected.data_received(sent[at : at + 256 * KIB])
+                    at += 256 * KIB
+                assert at - begun <= 1 << 20
+                await asyncio.sleep(0)
+            assert (await client.reply()).status == 200
+            assert endpoint.requests[-1].body == body(8 << 20)
+
+    run(main())
+
+
 @pytest.mark.parametrize("arrived", [0, 1000, 3 << 20])
 def test_a_client_that_leaves_leaves_nothing(arrived: int) -> None:
     """Before any of the body came, in the middle, and while a large one is read in turns of the loop."""
