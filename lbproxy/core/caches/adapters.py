@@ -65,8 +65,6 @@ def _nearer(load_ms: float, sample_ms: float) -> float:
 class _Demand:
     """What recent requests for an adapter found at an endpoint; each counts less with time (`DEMAND_S`)."""
 
-    __slots__ = ("_at", "_reloads", "_uses", "_waits")
-
     def __init__(self, now: float) -> None:
         self._at = now
         self._uses = 0.0
@@ -97,8 +95,6 @@ class _Demand:
 
 class AdapterTable:
     """The adapters of one endpoint."""
-
-    __slots__ = ("_active", "_demand", "_known", "_loaded", "_others", "_others_until", "_own", "_waiting", "slots")
 
     def __init__(self) -> None:
         self.slots = DEFAULT_SLOTS

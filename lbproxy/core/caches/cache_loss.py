@@ -26,8 +26,6 @@ with the end of a response only, and until then requests are sent there for noth
 class LossDetector:
     """Detects cache losses of one endpoint."""
 
-    __slots__ = ("_lost_in_row", "_reports_cached")
-
     def __init__(self) -> None:
         self._lost_in_row = 0
         """Prompts in a row whose cached prefix was missing."""

@@ -59,8 +59,6 @@ class Step(NamedTuple):
 class SizeEstimate:
     """The estimated size of a cache, by hits and misses."""
 
-    __slots__ = ("_before_misses", "_is_saved", "_last_miss", "_least", "space_tokens", "tokens")
-
     def __init__(self) -> None:
         self.tokens = float(GUESSED_TOKENS)
         """The largest size that is plausible."""
@@ -131,8 +129,6 @@ def expected_size(least: float, most: float) -> float:
 
 class CapacityLearner:
     """Learns the cache size of one endpoint. A call costs about 0.1 µs for each block in it."""
-
-    __slots__ = ("_between", "_blocks", "_compact_at", "_first", "_idle", "_rest", "_shared", "reports_cached", "size")
 
     def __init__(self, shared: SizeEstimate) -> None:
         self.size = SizeEstimate()

@@ -26,8 +26,6 @@ MAX_BLOCKS: Final = 1 << 19
 class KvBlocks:
     """The blocks in the GPU's cache of one endpoint."""
 
-    __slots__ = ("_blocks", "_evicted", "_has_groups", "_most", "_turned", "block_size", "is_complete")
-
     def __init__(self) -> None:
         self.is_complete = False
         """All blocks in the cache are known."""

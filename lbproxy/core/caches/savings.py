@@ -28,8 +28,6 @@ that restarted with a quarter of their cache had first bytes 1.23 and 1.31 times
 class Savings:
     """What the prefix caches of one pool save."""
 
-    __slots__ = ("_count", "_ll", "_ls", "_lt", "_ss", "_st", "is_reported", "share")
-
     def __init__(self) -> None:
         self.share = 1.0
         """The share that counts of what is expected in caches: 1, or less than `DOUBT`."""

@@ -49,8 +49,6 @@ class Use(NamedTuple):
 class Claim:
     """What is kept of an endpoint's limits for a request that waits for them, so that no later one takes it away."""
 
-    __slots__ = "allowance", "priority", "tokens", "uid"
-
     def __init__(self, allowance: Allowance, uid: int, tokens: float, priority: int) -> None:
         self.allowance: Final = allowance
         self.uid: Final = uid
@@ -77,8 +75,6 @@ class Reached(NamedTuple):
 
 class Allowance:
     """What is left of the limits of one endpoint or flow."""
-
-    __slots__ = ("_day", "_requests", "_tokens", "claim", "max_in_flight", "mean_response_tokens")
 
     def __init__(self, bounds: Bounds, now: float) -> None:
         self._requests: Bucket | None = None

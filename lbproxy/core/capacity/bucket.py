@@ -29,8 +29,6 @@ class Spent(NamedTuple):
 class Bucket:
     """A token bucket over a minute. The level may be below 0, as usage is known afterwards."""
 
-    __slots__ = ("_at", "_full", "_level", "size")
-
     def __init__(self, size: float, now: float) -> None:
         self.size = self._level = size
         self._at = now
@@ -115,8 +113,6 @@ def resized(bucket: Bucket | None, size: int | None, now: float) -> Bucket | Non
 
 class Day:
     """What was used in the last 24 hours, of at most `size`."""
-
-    __slots__ = ("_phase", "_slots", "_step", "_total", "size")
 
     def __init__(self, size: float, now: float) -> None:
         self.size = size

@@ -49,21 +49,6 @@ AGAIN_S: Final = 60.0
 class Lanes:
     """The delay and the lanes of one endpoint."""
 
-    __slots__ = (
-        "_at",
-        "_busy_s",
-        "_count",
-        "_done_s",
-        "_off_s",
-        "_pending",
-        "_waits",
-        "_waits_until",
-        "delay_known",
-        "delay_s",
-        "lanes",
-        "spread_s",
-    )
-
     def __init__(self) -> None:
         self.lanes = 1.0
         """Parallel prefills."""

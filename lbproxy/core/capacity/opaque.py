@@ -30,8 +30,6 @@ MAX_FACTOR: Final = 50.0
 class OpaqueTimes:
     """Milliseconds per request in flight, by model. There is one for each endpoint, and one for all together."""
 
-    __slots__ = ("_counts", "_ms", "extra_weight")
-
     def __init__(self) -> None:
         self._ms: dict[str, float] = {}
         self._counts: dict[str, float] = {}

@@ -19,8 +19,6 @@ MIN_SHARE: Final = 0.1
 class MeanOthers:
     """The mean load of others over the endpoints that report it."""
 
-    __slots__ = ("requests", "until")
-
     def __init__(self) -> None:
         self.requests = 0.0
         self.until = -inf
@@ -33,8 +31,6 @@ class MeanOthers:
 
 class Others:
     """The load of others at one endpoint."""
-
-    __slots__ = ("_last", "_mean", "cache_tokens", "count", "until", "waiting")
 
     def __init__(self, mean: MeanOthers) -> None:
         self._mean = mean

@@ -9,8 +9,6 @@ from math import sqrt
 class Regression:
     """The means and (co)variances of samples (x, y), of which about the last `memory` count."""
 
-    __slots__ = ("_memory", "count", "mean_x", "mean_y", "xx", "xy", "yy")
-
     def __init__(self, memory: float) -> None:
         self._memory = memory
         self.count = 0.0

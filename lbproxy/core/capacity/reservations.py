@@ -26,8 +26,6 @@ def size_class(work_tokens: float) -> int:
 class Reservations:
     """The reservations at one endpoint."""
 
-    __slots__ = ("_counts", "_tokens", "count", "tokens")
-
     def __init__(self) -> None:
         self.count = 0
         self.tokens = 0.0

@@ -47,8 +47,6 @@ LIMIT_STEP: Final = 0.15
 class Room:
     """The room of one endpoint."""
 
-    __slots__ = ("lanes", "opaque", "others", "reservations", "response_times", "slots", "space")
-
     def __init__(self, mean: MeanOthers) -> None:
         self.slots = Slots()
         self.space = Space()

@@ -73,8 +73,6 @@ ASSUMED_RESPONSE_S: Final = 1.0
 class Evidence:
     """Whether requests wait in an engine that does not report it."""
 
-    __slots__ = ("_growth", "_running", "is_needed", "is_shown", "late_in_row")
-
     def __init__(self) -> None:
         self.is_shown = self.is_needed = False
         """Needed if late first bytes showed the limit, which may come late for any reason."""
@@ -103,24 +101,6 @@ class Evidence:
 
 class Slots:
     """The slots of one engine."""
-
-    __slots__ = (
-        "_cache",
-        "_evidence",
-        "_in_time_at",
-        "_initial_limit",
-        "_queued",
-        "_reported_limit",
-        "_space_until",
-        "_starts",
-        "_starts_at",
-        "_step",
-        "_waiting",
-        "limit",
-        "limited_by_space",
-        "reported_until",
-        "response_s",
-    )
 
     def __init__(self) -> None:
         self.limit = inf

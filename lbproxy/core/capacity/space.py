@@ -35,8 +35,6 @@ GROWTH: Final = 0.5
 class Space:
     """One engine's."""
 
-    __slots__ = ("_held", "_seen_at", "limit_tokens")
-
     def __init__(self) -> None:
         self.limit_tokens = inf
         """Tokens in flight; infinite: nothing showed it yet."""

@@ -36,8 +36,6 @@ GAP_GROWTH: Final = 1.0005
 class ResponseTimes:
     """The durations of one endpoint's responses."""
 
-    __slots__ = ("_gap", "_line")
-
     def __init__(self) -> None:
         self._line = Regression(RESPONSES)
         """Of the seconds beyond base and predicted wait, over tokens."""

@@ -55,20 +55,6 @@ class Cause(Enum):
 class Breaker:
     """The results of one endpoint's requests. The Balancer writes `successes` and `faults_in_row` on the hot path."""
 
-    __slots__ = (
-        "_past_failures",
-        "_past_successes",
-        "_rotated_at",
-        "cause",
-        "ejections",
-        "failures",
-        "faults_in_row",
-        "forbidden",
-        "settings",
-        "successes",
-        "until",
-    )
-
     def __init__(self, settings: BreakerSettings) -> None:
         self.settings = settings
         self.successes = 0

@@ -19,20 +19,6 @@ STANDS_FOR: Final = 3.0
 class Progress:
     """What one endpoint showed of its work."""
 
-    __slots__ = (
-        "_busy_since",
-        "_ended",
-        "_placed",
-        "_streamed",
-        "failing_since",
-        "interval_s",
-        "last_at",
-        "metric_changes",
-        "open_ended",
-        "silent_since",
-        "tokens_streamed",
-    )
-
     def __init__(self) -> None:
         self.last_at = -inf
         """When the last byte of a response arrived, or its metrics changed."""

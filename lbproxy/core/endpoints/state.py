@@ -32,8 +32,6 @@ NO_METRICS: Final = LoadMetrics(scraped_at=-inf)
 class Trial:
     """One request that tries an endpoint which is half open or down."""
 
-    __slots__ = ("ended", "stream")
-
     def __init__(self, *, stream: bool) -> None:
         self.stream = stream
         """Its response is streamed."""
@@ -163,8 +161,6 @@ class EndpointReports:
 
 class HeldBack:
     """What an endpoint refused, or failed, of one model: see `core.endpoints.backpressure`."""
-
-    __slots__ = ("refusals", "until")
 
     def __init__(self) -> None:
         self.refusals = 0

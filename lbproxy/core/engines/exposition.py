@@ -59,8 +59,6 @@ Samples: TypeAlias = Mapping[str, list[Sample]]
 class KnownLabels:
     """The labels of an endpoint's earlier pages by their text, braces included. When it is full, nothing is added."""
 
-    __slots__ = ("_by_text", "_room")
-
     def __init__(self) -> None:
         self._by_text: dict[str, Labels] = {}
         self._room = MAX_KNOWN_CHARS
@@ -119,8 +117,6 @@ def _any_of(names: list[str]) -> str:
 
 class _LineReader:
     """Reads what follows the name in the wanted lines of one page."""
-
-    __slots__ = ("_budget", "_known")
 
     def __init__(self, known: KnownLabels) -> None:
         self._known = known

@@ -289,8 +289,6 @@ class KvSequence:
     Follows one publisher. Topics identify it: those of one publisher do not change.
     """
 
-    __slots__ = ("_heard_at", "_topic", "expected")
-
     def __init__(self) -> None:
         self.expected: int | None = None
         """The number of the next message; None = nothing was received yet."""

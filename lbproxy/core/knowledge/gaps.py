@@ -44,8 +44,6 @@ MAX_SLOPE_SHARE: Final = 1.0
 class PoolGaps:
     """The line of all endpoints together."""
 
-    __slots__ = ("_context", "_cov", "_gap", "_square", "count", "gap_ms", "gap_per_token_ms")
-
     def __init__(self, gap_ms: float, gap_per_token_ms: float) -> None:
         self.gap_ms = gap_ms
         self.gap_per_token_ms = gap_per_token_ms
@@ -89,11 +87,6 @@ class PoolGaps:
 
 class Gaps:
     """The gaps of one endpoint, relative to the pool's."""
-
-    __slots__ = (
-        *("_block_context", "_block_count", "_block_gap", "_blocks", "_off", "_scatter"),
-        *("_context", "_count", "_decode", "mean_ms", "pool"),
-    )
 
     def __init__(self, pool: PoolGaps) -> None:
         self.pool = pool

@@ -18,20 +18,6 @@ from lbproxy.core.requests.request import Usage
 class KvModel:
     """The prefix cache of one endpoint. Sizes are in tokens."""
 
-    __slots__ = (
-        "_pool",
-        "cache",
-        "capacity_tokens",
-        "is_configured",
-        "is_reported",
-        "is_restored",
-        "known_tokens",
-        "learner",
-        "loss",
-        "member_id",
-        "started_at",
-    )
-
     def __init__(self, pool: PoolModel, kv_cache_tokens: int | None) -> None:
         self._pool = pool
         self.cache = pool.index.join()

@@ -54,8 +54,6 @@ def step(base_ms: float, took_ms: float) -> float:
 class MediaScale:
     """What engines count for images and other media, relative to the estimate (`core.requests.media`)."""
 
-    __slots__ = ("_estimated", "_reported", "samples", "scale")
-
     def __init__(self, scale: float = 1.0) -> None:
         """`scale`: by default it is assumed; another one was learned before a restart."""
         self.scale = scale

@@ -39,8 +39,6 @@ STEP_S: Final = 1.0
 class LoadModel:
     """The load model of one endpoint."""
 
-    __slots__ = ("adapters", "kv", "pool", "room", "speed", "work")
-
     def __init__(self, pool: PoolModel, kv_cache_tokens: int | None = None) -> None:
         self.pool = pool
         self.work = Work()

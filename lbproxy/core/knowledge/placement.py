@@ -19,30 +19,6 @@ FREED_S: Final = 15.0
 class Placement:
     """One placed request, as its endpoint's load model counts it."""
 
-    __slots__ = (
-        "adapter",
-        "arrival",
-        "cache",
-        "due_at",
-        "ended",
-        "idle_blocks",
-        "in_flight",
-        "late_at",
-        "pinned_end",
-        "placed_at",
-        "predicted_s",
-        "prefill_wait_s",
-        "prefilled_ms",
-        "prompt_tokens",
-        "reported_at",
-        "request",
-        "serial_wait_s",
-        "steps",
-        "streamed_tokens",
-        "uncached_tokens",
-        "work",
-    )
-
     def __init__(self, request: InferenceRequest, cache: EndpointCache, root: Node, now: float) -> None:
         """`cache`: the endpoint's, in which the prompt is pinned up to `pinned_end`. `root`: of the prefix index."""
         self.cache = cache

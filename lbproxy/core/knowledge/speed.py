@@ -37,24 +37,6 @@ MANY_TOKENS: Final = 1024
 class Speed:
     """The speed of one endpoint. Durations are milliseconds."""
 
-    __slots__ = (
-        "_gaps",
-        "_group",
-        "_group_at",
-        "_group_since",
-        "_pool",
-        "_reports",
-        "base_ms",
-        "base_until",
-        "factor",
-        "gap_ms",
-        "gap_per_token_ms",
-        "gap_until",
-        "ln_factor",
-        "mean_gap_ms",
-        "samples",
-    )
-
     def __init__(self, pool: PoolModel) -> None:
         self._pool = pool
         self.factor = 1.0

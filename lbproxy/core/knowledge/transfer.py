@@ -26,8 +26,6 @@ MAX_FACTOR: Final = 10.0
 class Transfer:
     """The time of a transfer."""
 
-    __slots__ = ("_guessed_token_ms", "_n", "_x", "_xx", "_xy", "_y", "fixed_ms", "seen", "token_ms")
-
     def __init__(self, prefill_token_ms: float) -> None:
         """`prefill_token_ms`: what prefill takes for a token."""
         self.seen = 0

@@ -28,24 +28,6 @@ RECENT_S: Final = 180.0
 class Work:
     """The work of one endpoint. Times are seconds, durations milliseconds, work tokens."""
 
-    __slots__ = (
-        "_recent",
-        "_recent_at",
-        "_steps",
-        "_streamed_at",
-        "_streams",
-        "context_tokens",
-        "due_at",
-        "freed",
-        "head_tokens",
-        "in_flight",
-        "live_tokens",
-        "pending",
-        "pending_tokens",
-        "prefill_since",
-        "prefilled_ms",
-    )
-
     def __init__(self) -> None:
         self.pending: dict[Placement, None] = {}
         """Placed and not prefilled, in order."""

@@ -66,11 +66,6 @@ class _Parts:
     by the number of objects, which are no longer in the processor's caches when they are freed.
     """
 
-    __slots__ = (
-        *("adapter", "base", "before", "cache_space", "cached", "cost"),
-        *("decode", "prefill", "slow_down", "space_wait", "stall", "wait"),
-    )
-
     def __init__(  # noqa: PLR0913, PLR0917 - one for each term
         self,
         before: _Parts | None,

@@ -26,24 +26,6 @@ IN_FULL_PER_S: Final = 500
 class Decision:
     """One placement. It is made for each request, so it only stores; everything else is computed on reading."""
 
-    __slots__ = (
-        "_best",
-        "_costs",
-        "at",
-        "candidates",
-        "chosen_state",
-        "decode_on",
-        "excluded",
-        "is_second",
-        "notes",
-        "overflow",
-        "parts",
-        "policy",
-        "previous",
-        "shown_states",
-        "unavailable",
-    )
-
     def __init__(  # noqa: PLR0913, PLR0917 - all that is kept
         self,
         policy: Policy,

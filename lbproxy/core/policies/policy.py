@@ -31,8 +31,6 @@ class Context:
     one may come with the same object.
     """
 
-    __slots__ = ("any_held", "explains", "newest_first", "now", "share_ahead")
-
     def __init__(
         self,
         now: float,
@@ -54,8 +52,6 @@ class Context:
 
 class Prices:
     """A policy's result for one request, in lists in the order of the candidates."""
-
-    __slots__ = ("costs", "decode_on", "notes", "waits_ms", "work_tokens")
 
     def __init__(
         self,

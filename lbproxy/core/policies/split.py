@@ -26,8 +26,6 @@ from lbproxy.core.requests.request import BYTES_PER_TOKEN, DECODE, PREFILL, Infe
 class _Notes:
     """What explanations need: the notes of each price, and which candidates it was for."""
 
-    __slots__ = ("decode", "prefill", "stalls", "whole")
-
     def __init__(self) -> None:
         self.whole: tuple[list[int], object] = ([], None)
         self.prefill: tuple[list[int], object] = ([], None)

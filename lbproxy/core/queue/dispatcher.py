@@ -60,8 +60,6 @@ Consider: TypeAlias = Callable[[Ticket, float, Turn], None]
 class _Turns:
     """One pass through the queue, in the order of service."""
 
-    __slots__ = ("_all_left", "_classes", "_endpoints", "_left", "_priority", "_reached", "_serve", "_turn")
-
     def __init__(
         self, queue: WaitingQueue, endpoints: EndpointSet, with_room: dict[EndpointUid, EndpointState]
     ) -> None:

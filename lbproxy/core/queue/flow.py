@@ -34,22 +34,6 @@ class Refusal(NamedTuple):
 class Flow:
     """One flow. Written by `Flows` and, as to `active`, by the Balancer."""
 
-    __slots__ = (
-        "active",
-        "admitted",
-        "allowance",
-        "elsewhere",
-        "in_flight",
-        "limited",
-        "name",
-        "refused",
-        "served_tokens",
-        "told",
-        "virtual_finish",
-        "virtual_finish_at",
-        "weight",
-    )
-
     def __init__(self, name: str, now: float) -> None:
         self.name = name
         self.weight = 1.0

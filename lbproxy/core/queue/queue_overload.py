@@ -28,8 +28,6 @@ MIN_PACE_SAMPLES: Final = 8
 class QueueOverload:
     """The overload state of one queue."""
 
-    __slots__ = ("_at", "_busy_s", "_left", "_long_since", "_waiting", "is_lasting", "late_s", "timely")
-
     def __init__(self) -> None:
         self.is_lasting = False
         """Requests have been arriving faster than they are served, for a while."""

@@ -68,8 +68,6 @@ class Turn:
     or of other flows.
     """
 
-    __slots__ = ("held", "with_room")
-
     def __init__(self, with_room: dict[EndpointUid, EndpointState]) -> None:
         self.with_room = with_room
         """The endpoints that have room."""
@@ -83,18 +81,6 @@ ALONE: Final = Turn({})
 
 class Answer:
     """What the choice says of one ticket. A value: the Balancer acts on it."""
-
-    __slots__ = (
-        "best",
-        "best_tokens",
-        "best_wait_s",
-        "chosen",
-        "decision",
-        "decode_on",
-        "overflow",
-        "retry_after_s",
-        "short",
-    )
 
     def __init__(  # noqa: PLR0913, PLR0917 - all that is said
         self,

@@ -48,8 +48,6 @@ FAIR_TICKETS: Final = 256
 class _FlowQueue:
     """One flow's waiting tickets of one priority, in the order of their arrival."""
 
-    __slots__ = ("parked", "ready")
-
     def __init__(self) -> None:
         self.ready: dict[int, Ticket] = {}
         self.parked: dict[int, Ticket] = {}

@@ -51,8 +51,6 @@ class TextRate(NamedTuple):
 class _Sums:
     """Of responses that reported their tokens."""
 
-    __slots__ = ("later_events", "later_tokens", "text_bytes", "tokens")
-
     def __init__(self) -> None:
         self.text_bytes = self.tokens = self.later_events = self.later_tokens = 0.0
 

@@ -156,8 +156,6 @@ class Readings:
 class Mean:
     """An exponential mean that is right from its first value on."""
 
-    __slots__ = ("_seen", "_sum", "_tau_s")
-
     def __init__(self, tau_s: float) -> None:
         self._tau_s = tau_s
         self._sum = self._seen = 0.0
@@ -182,8 +180,6 @@ class Mean:
 class Least:
     """The least of what was seen; it rises slowly."""
 
-    __slots__ = ("value",)
-
     def __init__(self) -> None:
         self.value = inf
 
@@ -199,8 +195,6 @@ class Steps:
 
     Of the endpoints of one group, on average. Without the time that prefills take.
     """
-
-    __slots__ = ("_low", "_low_age_s", "_now")
 
     def __init__(self) -> None:
         self._now, self._low = (0.0, 0.0), (inf, 0.0)
