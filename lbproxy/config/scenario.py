@@ -16,7 +16,7 @@ from pydantic_core import InitErrorDetails
 from lbproxy.config.section import Section
 from lbproxy.config.sections.flows import FlowsSettings, Priority
 from lbproxy.config.sections.routing import AdmissionSettings, RoutingSettings
-from lbproxy.config.values import Quantity, count, duration, expected
+from lbproxy.config.values import Quantity, count, duration, expected, rule
 
 MAX_SERVERS = 1024
 MAX_COPIES = 256
@@ -92,26 +92,13 @@ class ServerSettings(Section):
     role: Literal["both", "prefill", "decode"] = "both"
     """`role` of an endpoint, with vLLM's NIXL connector."""
 
-    @field_validator("ttft", mode="after")
-    @classmethod
-    def _no_ranks(cls, value: float | None, info: ValidationInfo) -> float | None:
-        if value is not None and info.data.get("ranks", 1) != 1:
-            raise expected("no `ranks` beside it")
-        return value
-
-    @field_validator("pause_every", mode="after")
-    @classmethod
-    def _longer_than_a_pause(cls, value: float, info: ValidationInfo) -> float:
-        if value <= info.data.get("pause", 0.0):
-            raise expected("more than `pause`")
-        return value
-
-    @field_validator("role", mode="after")
-    @classmethod
-    def _of_engines(cls, value: str, info: ValidationInfo) -> str:
-        if value != "both" and info.data.get("ttft") is not None:
-            raise expected("both, as servers with `ttft` hand nothing over")
-        return value
+    _no_ranks = rule("ttft", "no `ranks` beside it", lambda ttft, other: ttft is not None and other("ranks", 1) != 1)
+    _longer_than_a_pause = rule("pause_every", "more than `pause`", lambda every, other: every <= other("pause", 0.0))
+    _of_engines = rule(
+        "role",
+        "both, as servers with `ttft` hand nothing over",
+        lambda role, other: role != "both" and other("ttft") is not None,
+    )
 
 
 class OthersSettings(Section):
@@ -279,12 +266,11 @@ class Scenario(Section):
             raise ValidationError.from_exception_data("policies", [wrong])
         return value
 
-    @field_validator("fleet", mode="after")
-    @classmethod
-    def _some_servers(cls, value: tuple[ServerSettings, ...]) -> tuple[ServerSettings, ...]:
-        if not 1 <= sum(group.count for group in value) <= MAX_SERVERS:
-            raise expected(f"1 to {MAX_SERVERS} servers")
-        return value
+    _some_servers = rule(
+        "fleet",
+        f"1 to {MAX_SERVERS} servers",
+        lambda fleet, _: not 1 <= sum(group.count for group in fleet) <= MAX_SERVERS,
+    )
 
     @field_validator("faults", "others", mode="after")
     @classmethod

@@ -10,7 +10,7 @@ from pydantic import PlainSerializer, SecretStr, field_validator, model_validato
 
 from lbproxy.config.section import Section, ShortSection
 from lbproxy.config.shown import without_path
-from lbproxy.config.values import check_token, count, duration, expected, read_origin
+from lbproxy.config.values import check_token, count, duration, expected, if_given, read_origin
 
 MAX_HOSTS = 1024
 HOST_NAME = re.compile(r"[A-Za-z0-9._:-]{1,64}")
@@ -37,10 +37,7 @@ class ColdStartSettings(ShortSection):
     token: SecretStr | None = None
     """Sent to it as `Authorization: Bearer`. Write ${NAME} rather than the token."""
 
-    @field_validator("token", mode="after")
-    @classmethod
-    def _check_token(cls, value: SecretStr | None) -> SecretStr | None:
-        return value if value is None else check_token(value)
+    _check_token = field_validator("token", mode="after")(if_given(check_token))
 
     @model_validator(mode="before")
     @classmethod

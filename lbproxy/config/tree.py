@@ -36,7 +36,7 @@ from lbproxy.config.sections.routing import (
     StateSettings,
 )
 from lbproxy.config.sleep import MAX_HOSTS, HostSettings, check_host_name
-from lbproxy.config.values import Keepalive, Timeout, Workers, duration, expected, hosts_overlap
+from lbproxy.config.values import CountOrAuto, Keepalive, Timeout, duration, expected, hosts_overlap
 
 MAX_ENDPOINTS = 1024
 """Also of all addresses that names lead to, together."""
@@ -78,7 +78,7 @@ class Settings(Section):
     """Where clients connect. By default this machine only, as clients need no key without `auth`."""
     admin: AdminSettings | None = AdminSettings(host="127.0.0.1", port=9901)
     """The listener of health, metrics and the admin API. null = off."""
-    workers: Workers = 1
+    workers: CountOrAuto = 1
     """Processes that relay requests: docs/scale.md. 1 = one process for all; auto = one less than the cores."""
     endpoints: tuple[EndpointSettings, ...] = Field(json_schema_extra={"maxItems": MAX_ENDPOINTS})
     """The model servers. Names and addresses are unique. None (`[]`) only with `admin`, where they register."""
@@ -163,10 +163,7 @@ class Settings(Section):
     def _off(cls, value: object) -> object:
         return "off" if value is False else value  # YAML's own word for it
 
-    @field_validator("trusted_proxies", mode="before")
-    @classmethod
-    def _networks(cls, value: object) -> object:
-        return read_networks(value)
+    _networks = field_validator("trusted_proxies", mode="before")(read_networks)
 
     @field_validator("admin", mode="after")
     @classmethod
@@ -178,15 +175,8 @@ class Settings(Section):
             raise expected(f"another port: {listen} is taken by listen")
         return value
 
-    @field_validator("engines", mode="before")
-    @classmethod
-    def _named(cls, value: object) -> object:
-        return check_engine_names(value)
-
-    @field_validator("engines", mode="after")
-    @classmethod
-    def _show_load(cls, value: dict[str, EngineSettings]) -> dict[str, EngineSettings]:
-        return check_own_engines(value)
+    _named = field_validator("engines", mode="before")(check_engine_names)
+    _show_load = field_validator("engines", mode="after")(check_own_engines)
 
     @field_validator("hosts", mode="after")
     @classmethod
@@ -197,10 +187,7 @@ class Settings(Section):
             check_host_name(name)
         return value
 
-    @field_validator("models", mode="after")
-    @classmethod
-    def _lead_to_models(cls, value: dict[str, ModelSettings]) -> dict[str, ModelSettings]:
-        return check_models(value)
+    _lead_to_models = field_validator("models", mode="after")(check_models)
 
     @field_validator("inference_paths", mode="after")
     @classmethod

@@ -11,19 +11,47 @@ import ipaddress
 import math
 import posixpath
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Annotated, ClassVar, TypeAlias
+from typing import Annotated, Any, TypeAlias, TypeVar
 
-from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, PlainSerializer, SecretStr
+from pydantic import (
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    PlainSerializer,
+    SecretStr,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from lbproxy.config.shown import without_values
+
+T = TypeVar("T")
 
 
 def expected(what: str) -> PydanticCustomError:
     """The error to raise for a value that is not `what`; the report adds the path and what was there instead."""
     return PydanticCustomError("expected", "expected {what}", {"what": what})
+
+
+def rule(field: str, what: str, breaks: Callable[[Any, Callable[..., Any]], object]) -> Any:
+    """A validator of a field of a Section: `what` is expected, and `breaks` says whether a value is none, by it and by
+    the values of the fields before, which it gets as `dict.get` returns them: those that are wrong are missing.
+    """
+
+    def check(value: object, info: ValidationInfo) -> object:
+        if breaks(value, info.data.get):
+            raise expected(what)
+        return value
+
+    return field_validator(field, mode="after")(check)
+
+
+def if_given(read: Callable[[T], T]) -> Callable[[T | None], T | None]:
+    """The same for a value that may be null."""
+    return lambda value: None if value is None else read(value)
 
 
 # --- Numbers ----------------------------------------------------------------------------------------------------------
@@ -41,6 +69,8 @@ class Quantity:
     what: str
     units: tuple[tuple[str, str], ...] = ()
     whole: bool = True
+    words: tuple[tuple[str | int, float], ...] = ()
+    """What else may be written, and the number that it stands for."""
 
     @property
     def wanted(self) -> str:
@@ -50,6 +80,9 @@ class Quantity:
     def read(self, value: object) -> float | int:
         """The number that `value` means; raises PydanticCustomError if it is none, or out of range."""
         number = self._number(value)
+        for word, meant in self.words:
+            if (value if isinstance(word, str) else number) == word:
+                return meant
         if number is None or not self._bound(self.at_least) <= number <= self._bound(self.at_most):
             raise expected(self.wanted)
         return int(number) if self.whole else number
@@ -81,8 +114,10 @@ class Quantity:
         if self.units:
             written = rf"[0-9]+(\.[0-9]+)? ?({'|'.join(unit for unit, _ in self.units)})?"
         sign = "-?" if self._bound(self.at_least) < 0 else ""
+        words = [word for word, _ in self.words]
         return {
             "anyOf": [
+                *([{"enum": words}] if len(words) > 1 else [{"const": word} for word in words]),
                 {
                     "type": "integer" if self.whole else "number",
                     "minimum": self._bound(self.at_least),
@@ -131,62 +166,24 @@ def count(at_least: str, at_most: str) -> Quantity:
     return Quantity(at_least, at_most, "a whole number")
 
 
-class _OrAuto(Quantity):
-    """A count, or `auto` for 0."""
-
-    def read(self, value: object) -> float | int:
-        return 0 if value == "auto" else Quantity.read(self, value)
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, object]:
-        forms = Quantity.__get_pydantic_json_schema__(self, schema, handler)
-        assert isinstance(forms["anyOf"], list)
-        return {"anyOf": [{"const": "auto"}, *forms["anyOf"]]}
-
-
-class _OrOff(Quantity):
-    """A number, or 0."""
-
-    def read(self, value: object) -> float | int:
-        return 0.0 if self._number(value) == 0.0 else Quantity.read(self, value)
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, object]:
-        forms = Quantity.__get_pydantic_json_schema__(self, schema, handler)
-        assert isinstance(forms["anyOf"], list)
-        return {"anyOf": [{"const": 0}, *forms["anyOf"]]}
-
-
-class _SplitRule(Quantity):
-    """A number of tokens, or a word for one."""
-
-    WORDS: ClassVar = {"priced": -1.0, "always": 0.0, "never": math.inf}
-
-    def read(self, value: object) -> float | int:
-        known = self.WORDS.get(value) if isinstance(value, str) else None
-        return Quantity.read(self, value) if known is None else known
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, object]:
-        forms = Quantity.__get_pydantic_json_schema__(self, schema, handler)
-        assert isinstance(forms["anyOf"], list)
-        return {"anyOf": [{"enum": [*self.WORDS]}, *forms["anyOf"]]}
-
-
-SplitRule: TypeAlias = Annotated[float, _SplitRule("1", "10000000", "priced, always, never, or a number of tokens")]
+_SPLIT_WORDS = (("priced", -1.0), ("always", 0.0), ("never", math.inf))
+SplitRule: TypeAlias = Annotated[
+    float, Quantity("1", "10000000", "priced, always, never, or a number of tokens", words=_SPLIT_WORDS)
+]
 """Tokens of a prompt above which it is split; -1 = where it costs less, infinite = never."""
 
 
 def split_rule(tokens: float) -> str:
     """How a file would have it."""
-    return next((word for word, number in _SplitRule.WORDS.items() if number == tokens), f"{tokens:g}")
+    return next((word for word, number in _SPLIT_WORDS if number == tokens), f"{tokens:g}")
 
 
-Workers: TypeAlias = Annotated[int, _OrAuto("1", "64", "auto, or a whole number")]
-"""Worker processes; 0 = auto."""
-Ranks: TypeAlias = Annotated[int, _OrAuto("1", "64", "auto, or a whole number")]
-"""Data-parallel ranks; 0 = auto."""
+CountOrAuto: TypeAlias = Annotated[int, Quantity("1", "64", "auto, or a whole number", words=(("auto", 0),))]
+"""Of worker processes, or data-parallel ranks; 0 = auto."""
 Interval: TypeAlias = Annotated[float, duration("10ms", "1h")]
 """Seconds between two turns of something periodic."""
 Keepalive: TypeAlias = Annotated[
-    float, _OrOff("1s", "10m", "0, or a duration (2s, 5m, or seconds)", _SECONDS, whole=False)
+    float, Quantity("1s", "10m", "0, or a duration (2s, 5m, or seconds)", _SECONDS, whole=False, words=((0, 0.0),))
 ]
 """Seconds of silence after which something is sent; 0 = never."""
 Timeout: TypeAlias = Annotated[float, duration("1ms", "24h")]

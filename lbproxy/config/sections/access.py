@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 from lbproxy.config.section import Section, ShortSection
 from lbproxy.config.sections.clients import Address
 from lbproxy.config.text import ConfigError
-from lbproxy.config.values import ReadFromText, expected, read_host
+from lbproxy.config.values import ReadFromText, expected, if_given, read_host, rule
 
 MIN_SECRET_CHARS = 16
 """A digest without salt is as good as a salted one where nobody can guess: 16 random letters and digits are 95 bits."""
@@ -131,12 +131,11 @@ class KeySettings(ShortSection):
     def _from_text(cls, value: object) -> object:
         return value if isinstance(value, dict | KeySettings) else {"key": value}
 
-    @field_validator("name", mode="after")
-    @classmethod
-    def _check_name(cls, value: str) -> str:
-        if value and not _KEY_NAME.fullmatch(value):
-            raise expected("a name of 1 to 64 letters, digits and ._-")
-        return value
+    _check_name = rule(
+        "name",
+        "a name of 1 to 64 letters, digits and ._-",
+        lambda name, _: name and not _KEY_NAME.fullmatch(name),
+    )
 
 
 class AuthSettings(Section):
@@ -155,10 +154,7 @@ class AuthSettings(Section):
             raise expected("each key once")
         return named
 
-    @field_validator("file", mode="after")
-    @classmethod
-    def _check_path(cls, value: str | None) -> str | None:
-        return None if value is None else check_path(value)
+    _check_path = field_validator("file", mode="after")(if_given(check_path))
 
 
 def read_key_file(text: str, *, source: str) -> list[KeySettings]:

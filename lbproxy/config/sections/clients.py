@@ -12,7 +12,7 @@ from pydantic import ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from lbproxy.config.section import Section, ShortSection
-from lbproxy.config.values import Timeout, count, expected, hosts_overlap, read_host, read_socket_path, size
+from lbproxy.config.values import Timeout, count, expected, hosts_overlap, read_host, read_socket_path, rule, size
 
 Port: TypeAlias = Annotated[int, count("0", "65535")]
 
@@ -187,9 +187,4 @@ class LimitSettings(Section):
             return {**value, "json_body": min(_BODY.read(value["body"]), _BODY_BYTES)}
         return value
 
-    @field_validator("body", mode="after")
-    @classmethod
-    def _holds_json_body(cls, value: int, info: ValidationInfo) -> int:
-        if value < info.data.get("json_body", 0):
-            raise expected("at least limits.json_body")
-        return value
+    _holds_json_body = rule("body", "at least limits.json_body", lambda body, other: body < other("json_body", 0))

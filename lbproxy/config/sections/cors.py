@@ -6,10 +6,10 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field
 
 from lbproxy.config.section import Section
-from lbproxy.config.values import expected
+from lbproxy.config.values import expected, rule
 
 MAX_ORIGINS = 100
 ANY_ORIGIN = "*"
@@ -36,11 +36,7 @@ class CorsSettings(Section):
     ] = ()
     """Such as https://chat.example, or '*' for all. None = endpoints' own CORS headers pass."""
 
-    @field_validator("origins", mode="after")
-    @classmethod
-    def _few_or_any(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if len(value) > MAX_ORIGINS:
-            raise expected(f"at most {MAX_ORIGINS} origins")
-        if ANY_ORIGIN in value and len(value) > 1:
-            raise expected("'*' alone, which is every origin")
-        return value
+    _few = rule("origins", f"at most {MAX_ORIGINS} origins", lambda origins, _: len(origins) > MAX_ORIGINS)
+    _any_alone = rule(
+        "origins", "'*' alone, which is every origin", lambda origins, _: ANY_ORIGIN in origins and len(origins) > 1
+    )

@@ -19,9 +19,9 @@ from lbproxy.config.sections.proxies import ProxyUrl
 from lbproxy.config.sleep import ColdStartSettings, check_host_name
 from lbproxy.config.values import (
     PATH,
+    CountOrAuto,
     Interval,
     Quantity,
-    Ranks,
     ShownUrl,
     Timeout,
     check_model_name,
@@ -29,6 +29,7 @@ from lbproxy.config.values import (
     count,
     duration,
     expected,
+    if_given,
     read_base_url,
     read_dns_url,
     read_host,
@@ -36,6 +37,7 @@ from lbproxy.config.values import (
     read_origin,
     read_srv_url,
     read_unix_url,
+    rule,
     size,
 )
 
@@ -75,12 +77,11 @@ class EndpointTls(Section):
     def _locate(cls, value: str | None, info: ValidationInfo) -> str | None:
         return None if value is None else _absolute(value, info)
 
-    @field_validator("verify", mode="after")
-    @classmethod
-    def _not_both(cls, value: bool, info: ValidationInfo) -> bool:
-        if not value and info.data.get("ca") is not None:
-            raise expected("true with tls.ca (which has no effect without verification)")
-        return value
+    _not_both = rule(
+        "verify",
+        "true with tls.ca (which has no effect without verification)",
+        lambda verify, other: not verify and other("ca") is not None,
+    )
 
     @field_validator("server_name", mode="after")
     @classmethod
@@ -129,7 +130,7 @@ class EndpointSettings(ShortSection):
     kv_cache_tokens: Annotated[int, count("1000", "1000000000")] | None = None
     """Size of its KV cache, as vLLM prints it: `GPU KV cache size: 307,200 tokens`. Precedes what the server reports.
     null = reported, else learned."""
-    ranks: Ranks = "auto"  # type: ignore[assignment]  # read like what a file says
+    ranks: CountOrAuto = "auto"  # type: ignore[assignment]  # read like what a file says
     """Data-parallel ranks behind the URL, each an endpoint `name#0` and so on, to which weight and kv_cache_tokens
     apply. `auto` = as its metrics show (vLLM, SGLang). 1 = the server distributes the requests itself."""
     role: Literal["auto", "both", "prefill", "decode"] = "auto"
@@ -234,12 +235,9 @@ class EndpointSettings(ShortSection):
         other_port = "" if url.startswith("unix:") else ":port/path, "
         raise expected(f"auto, an absolute path, {other_port}{one}or null")
 
-    @field_validator("health", mode="after")
-    @classmethod
-    def _check_health(cls, value: str | None) -> str | None:
-        if value is None or PATH.fullmatch(value):
-            return value
-        raise expected("an absolute path or null")
+    _check_health = rule(
+        "health", "an absolute path or null", lambda path, _: path is not None and not PATH.fullmatch(path)
+    )
 
     @field_validator("models", mode="after")
     @classmethod
@@ -280,58 +278,38 @@ class EndpointSettings(ShortSection):
             raise expected(f"{how} (a rank has the port above it by its number)")
         return _on_a_host(read, info)
 
-    @field_validator("wake", mode="after")
-    @classmethod
-    def _may_wake(cls, value: bool, info: ValidationInfo) -> bool:
-        if value and info.data.get("role") in {"prefill", "decode"}:
-            raise expected("false with role prefill or decode")
-        return value
-
-    @field_validator("sleep_after", mode="after")
-    @classmethod
-    def _can_sleep(cls, value: float | None, info: ValidationInfo) -> float | None:
-        if value is not None and not info.data.get("wake", True):
-            raise expected("null, unless wake is true")
-        return value
-
-    @field_validator("host", mode="after")
-    @classmethod
-    def _check_host(cls, value: str | None) -> str | None:
-        return None if value is None else check_host_name(value)
-
-    @field_validator("cold_start", mode="after")
-    @classmethod
-    def _is_one(cls, value: ColdStartSettings | None, info: ValidationInfo) -> ColdStartSettings | None:
-        if value is None:
-            if info.data.get("host") is not None and not info.data.get("wake", True):
-                raise expected("a webhook, or wake: true, with host")
-            return None
-        if info.data.get("models", ()) is None:
-            raise expected("null, unless models names what it serves")
-        if info.data.get("health", "/") is None or _is_name(info.data.get("url", "")):
-            raise expected("null, unless the endpoint is one server that is probed (health)")
-        return value
-
-    @field_validator("memory", mode="after")
-    @classmethod
-    def _counts_models_once(cls, value: int | None, info: ValidationInfo) -> int | None:
-        if value is not None and info.data.get("max_loaded_models") is not None:
-            raise expected("nothing here beside max_loaded_models")
-        return value
-
-    @field_validator("model_memory", mode="after")
-    @classmethod
-    def _has_memory(cls, value: dict[str, int], info: ValidationInfo) -> dict[str, int]:
-        if value and info.data.get("memory", 0) is None:
-            raise expected("nothing here without memory")
-        if len(value) > MAX_MODELS:
-            raise expected(f"up to {MAX_MODELS} models")
-        return value
-
-    @field_validator("api_key", mode="after")
-    @classmethod
-    def _check_key(cls, value: SecretStr | None) -> SecretStr | None:
-        return value if value is None else check_token(value)
+    _may_wake = rule(
+        "wake", "false with role prefill or decode", lambda wake, other: wake and other("role") in {"prefill", "decode"}
+    )
+    _can_sleep = rule(
+        "sleep_after", "null, unless wake is true", lambda after, other: after is not None and not other("wake", True)
+    )
+    _check_host = field_validator("host", mode="after")(if_given(check_host_name))
+    _may_share = rule(
+        "cold_start",
+        "a webhook, or wake: true, with host",
+        lambda start, other: start is None and other("host") is not None and not other("wake", True),
+    )
+    _says_models = rule(
+        "cold_start",
+        "null, unless models names what it serves",
+        lambda start, other: start is not None and other("models", ()) is None,
+    )
+    _is_one = rule(
+        "cold_start",
+        "null, unless the endpoint is one server that is probed (health)",
+        lambda start, other: start is not None and (other("health", "/") is None or _is_name(other("url", ""))),
+    )
+    _counts_models_once = rule(
+        "memory",
+        "nothing here beside max_loaded_models",
+        lambda memory, other: memory is not None and other("max_loaded_models") is not None,
+    )
+    _has_memory = rule(
+        "model_memory", "nothing here without memory", lambda sizes, other: sizes and other("memory", 0) is None
+    )
+    _few_sizes = rule("model_memory", f"up to {MAX_MODELS} models", lambda sizes, _: len(sizes) > MAX_MODELS)
+    _check_key = field_validator("api_key", mode="after")(if_given(check_token))
 
     @field_validator("forward_headers", mode="after")
     @classmethod
@@ -343,26 +321,21 @@ class EndpointSettings(ShortSection):
             raise expected("no authorization or x-api-key (api_key decides about those)")
         return names
 
-    @field_validator("proxy", mode="after")
-    @classmethod
-    def _is_far(cls, value: ProxyUrl | None, info: ValidationInfo) -> ProxyUrl | None:
-        if value is not None and info.data.get("url", "").startswith("unix:"):
-            raise expected("nothing here, since the url is a Unix socket")
-        return value
-
-    @field_validator("tls", mode="after")
-    @classmethod
-    def _has_tls(cls, value: EndpointTls, info: ValidationInfo) -> EndpointTls:
-        if value != EndpointTls() and "https://" not in info.data.get("url", "https://"):
-            raise expected("nothing here, since the url is not https")
-        return value
-
-    @field_validator("role", mode="after")
-    @classmethod
-    def _has_no_own_name(cls, value: str, info: ValidationInfo) -> str:
-        if value in {"prefill", "decode"} and info.data.get("model") is not None:
-            raise expected("both, beside `model` (the two legs of a request name the model alike)")
-        return value
+    _is_far = rule(
+        "proxy",
+        "nothing here, since the url is a Unix socket",
+        lambda proxy, other: proxy is not None and other("url", "").startswith("unix:"),
+    )
+    _has_tls = rule(
+        "tls",
+        "nothing here, since the url is not https",
+        lambda tls, other: tls != EndpointTls() and "https://" not in other("url", "https://"),
+    )
+    _has_no_own_name = rule(
+        "role",
+        "both, beside `model` (the two legs of a request name the model alike)",
+        lambda role, other: role in {"prefill", "decode"} and other("model") is not None,
+    )
 
     @field_validator("connector", mode="after")
     @classmethod
@@ -523,9 +496,8 @@ class ScrapeSettings(Section):
     page: Annotated[int, size("1KiB", "64MiB")] = 2 * 1024**2
     """Longest metrics page (vLLM's: 64 KB)."""
 
-    @field_validator("stale_after", mode="after")
-    @classmethod
-    def _outlives_interval(cls, value: float, info: ValidationInfo) -> float:
-        if value < info.data.get("interval", 0.0):
-            raise expected("at least scrape.interval (else stale before the next scrape)")
-        return value
+    _outlives_interval = rule(
+        "stale_after",
+        "at least scrape.interval (else stale before the next scrape)",
+        lambda stale_after, other: stale_after < other("interval", 0.0),
+    )

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import ValidationInfo, field_validator
-
 from lbproxy.config.section import Section
-from lbproxy.config.values import Interval, Quantity, Timeout, count, duration, expected
+from lbproxy.config.values import Interval, Quantity, Timeout, count, duration, rule
 
 
 class HealthSettings(Section):
@@ -47,9 +45,6 @@ class BreakerSettings(Section):
     panic: bool = True
     """Use ejected endpoints if less than half of those that could serve a request are left. false = 503 instead."""
 
-    @field_validator("max_ejection", mode="after")
-    @classmethod
-    def _outlasts_first(cls, value: float, info: ValidationInfo) -> float:
-        if value < info.data.get("ejection", 0.0):
-            raise expected("at least breaker.ejection")
-        return value
+    _outlasts_first = rule(
+        "max_ejection", "at least breaker.ejection", lambda longest, other: longest < other("ejection", 0.0)
+    )

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 from pydantic_core import InitErrorDetails
 
 from lbproxy.config.section import ShortSection
-from lbproxy.config.values import Keepalive, Quantity, check_model_name, duration, expected
+from lbproxy.config.values import Keepalive, Quantity, check_model_name, duration, expected, if_given
 
 MAX_NAMES = 1000
 MAX_TARGETS = 32
@@ -45,10 +45,7 @@ class ModelSettings(ShortSection):
     def _from_text(cls, value: object) -> object:
         return {"to": value} if isinstance(value, str) else value
 
-    @field_validator("to", mode="after")
-    @classmethod
-    def _check_to(cls, value: str | None) -> str | None:
-        return None if value is None else check_model_name(value)
+    _check_to = field_validator("to", mode="after")(if_given(check_model_name))
 
     @field_validator("split", mode="after")
     @classmethod

@@ -11,7 +11,7 @@ from typing import Annotated
 from pydantic import Field, SecretStr, field_validator
 
 from lbproxy.config.section import Section
-from lbproxy.config.values import PATH, Quantity, Timeout, count, duration, expected, read_origin
+from lbproxy.config.values import PATH, Quantity, Timeout, count, duration, expected, read_origin, rule
 
 DEFAULT_PATH = "/v1/traces"
 MAX_HEADERS = 32
@@ -53,12 +53,11 @@ class TraceSettings(Section):
             raise expected("the URL of a collector, such as http://collector:4318 (no user, query or fragment)")
         return origin + path
 
-    @field_validator("service_name", mode="after")
-    @classmethod
-    def _check_service_name(cls, value: str | None) -> str | None:
-        if value is not None and not (0 < len(value) <= 255 and value.isprintable()):
-            raise expected("a name of 1 to 255 printable characters")
-        return value
+    _check_service_name = rule(
+        "service_name",
+        "a name of 1 to 255 printable characters",
+        lambda name, _: name is not None and not (0 < len(name) <= 255 and name.isprintable()),
+    )
 
     @field_validator("headers", mode="after")
     @classmethod

@@ -6,10 +6,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import ValidationInfo, field_validator
-
 from lbproxy.config.section import Section
-from lbproxy.config.values import Quantity, SplitRule, Timeout, count, duration, expected, size
+from lbproxy.config.values import Quantity, SplitRule, Timeout, count, duration, rule, size
 
 PolicyName: TypeAlias = Literal[
     "adaptive",
@@ -46,15 +44,16 @@ class RoutingSettings(Section):
     """For the index of the endpoints' prefix caches, at most 600 bytes for each 1 KiB of prompts. When it is full, the
     oldest entries go."""
 
-    @field_validator("scorers", mode="after")
-    @classmethod
-    def _belong_to_weighted(cls, value: object, info: ValidationInfo) -> object:
-        policy = info.data.get("policy")
-        if policy == "weighted" and not value:
-            raise expected("scorer names with weights, because policy is weighted")
-        if policy not in (None, "weighted") and value is not None:
-            raise expected("nothing: scorers are for policy weighted only")
-        return value
+    _names_some = rule(
+        "scorers",
+        "scorer names with weights, because policy is weighted",
+        lambda scorers, other: other("policy") == "weighted" and not scorers,
+    )
+    _belong_to_weighted = rule(
+        "scorers",
+        "nothing: scorers are for policy weighted only",
+        lambda scorers, other: other("policy", "weighted") != "weighted" and scorers is not None,
+    )
 
 
 class AdmissionSettings(Section):
@@ -107,9 +106,8 @@ class StateSettings(Section):
     interval: Annotated[float, duration("1s", "1h")] = 30.0
     """Between two writes."""
 
-    @field_validator("file", mode="after")
-    @classmethod
-    def _check_path(cls, value: str | None) -> str | None:
-        if value is not None and (not value or "\0" in value or value.endswith("/")):
-            raise expected("the path of a file")
-        return value
+    _check_path = rule(
+        "file",
+        "the path of a file",
+        lambda path, _: path is not None and (not path or "\0" in path or path.endswith("/")),
+    )

@@ -97,7 +97,6 @@ class SizeEstimate:
             self.space_tokens = expected_size(self._least, self.tokens)
 
     def save(self) -> dict[str, float]:
-        """The estimate, for `restore`."""
         return {"tokens": self.tokens, "least": self._least}
 
     def restore(self, saved: Mapping[str, float]) -> None:

@@ -87,7 +87,6 @@ class PrefixIndex:
         self._free: list[int] = []
 
     def __len__(self) -> int:
-        """How many nodes there are."""
         return len(self._starts)
 
     def join(self) -> EndpointCache:
@@ -215,7 +214,6 @@ class PrefixIndex:
         node.keys = node.keys[:size]
 
     def drop(self, node: Node, bit: int) -> None:
-        """Remove an endpoint from a node."""
         node.mask ^= bit
         if not node.mask:
             del self._starts[node.keys[0]]

@@ -37,7 +37,6 @@ class Home:
         self.cache = cache
         self.tokens = tokens
         self.request_id = request_id
-        """The id of that request."""
         self.expected = expected
         """Tokens of its prompt that may have been cached there in addition to those that its keys matched."""
 
@@ -58,7 +57,6 @@ class Sessions:
         """The share of the expected tokens that was found in the home's cache recently."""
 
     def __len__(self) -> int:
-        """How many sessions are remembered."""
         return len(self._homes)
 
     def home(self, session: str) -> Home | None:

@@ -42,7 +42,6 @@ class Use(NamedTuple):
 
     @property
     def is_nothing(self) -> bool:
-        """Whether nothing was used."""
         return not (self.requests or self.tokens or (self.day is not None and any(self.day.amounts)))
 
 
@@ -52,7 +51,6 @@ class Claim:
     def __init__(self, allowance: Allowance, uid: int, tokens: float, priority: int) -> None:
         self.allowance: Final = allowance
         self.uid: Final = uid
-        """Of the endpoint."""
         self.tokens: Final = tokens
         self.priority: Final = priority
         """Requests of a higher one do not wait for it."""
@@ -136,11 +134,9 @@ class Allowance:
             self._day.take(tokens, now)
 
     def responded(self, tokens: int) -> None:
-        """Learn the length of a response, as reported."""
         self.mean_response_tokens += STEP * (tokens - self.mean_response_tokens)
 
     def use(self, now: float) -> Use:
-        """What was used, for `resume`."""
         requests = 0.0 if self._requests is None else self._requests.used(now)
         tokens = 0.0 if self._tokens is None else self._tokens.used(now)
         return Use(now, requests, tokens, None if self._day is None else self._day.spent(now))

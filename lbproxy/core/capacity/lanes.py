@@ -74,7 +74,6 @@ class Lanes:
         return {"lanes": self.lanes, "delay_s": self.delay_s, "spread_s": self.spread_s}
 
     def restore(self, saved: Mapping[str, float]) -> None:
-        """Start with what `save` returned."""
         if saved:
             self.lanes, self.delay_s, self.spread_s = saved["lanes"], saved["delay_s"], saved["spread_s"]
             self.delay_known = True

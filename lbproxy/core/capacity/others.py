@@ -39,13 +39,11 @@ class Others:
         self.waiting = 0.0
         """Those of them that wait."""
         self.cache_tokens = 0.0
-        """Cache space that they use."""
         self.until = -inf
         """Until when these values are fresh."""
         self._last = 0.0
 
     def requests(self, now: float) -> float:
-        """Requests of others there."""
         if now <= self.until:
             return self.count
         return self._mean.requests if now <= self._mean.until else 0.0

@@ -18,7 +18,6 @@ class Regression:
         """Mean squares and products of deviations from the means."""
 
     def learn(self, x: float, y: float) -> None:
-        """Add a sample."""
         self.count = min(self._memory, self.count + 1.0)
         weight = 1.0 / self.count
         rest = 1.0 - weight
@@ -30,7 +29,6 @@ class Regression:
         self.yy = rest * (self.yy + weight * off_y * off_y)
 
     def forget(self) -> None:
-        """Begin anew."""
         self.count = 0.0
         self.xx = self.xy = self.yy = 0.0
 

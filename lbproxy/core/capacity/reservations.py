@@ -19,7 +19,6 @@ NEWEST_FIRST_CLASSES: Final = 3
 
 
 def size_class(work_tokens: float) -> int:
-    """The size class of an amount of work."""
     return min(SIZE_CLASSES - 1, int(log2(work_tokens))) if work_tokens > 1.0 else 0
 
 
@@ -42,7 +41,6 @@ class Reservations:
         self._tokens[size] += tokens
 
     def remove(self, work_tokens: float, tokens: float) -> None:
-        """Remove a request that was added with these values."""
         size = size_class(work_tokens)
         self.count -= 1
         self._counts[size] -= 1

@@ -57,11 +57,9 @@ class Room:
         self.opaque = OpaqueTimes()
 
     def save(self) -> dict[str, dict[str, float]]:
-        """What was learned of the limits, for `restore`."""
         return {"slots": self.slots.save(), "space": self.space.save(), "lanes": self.lanes.save()}
 
     def restore(self, saved: Mapping[str, Mapping[str, float]]) -> None:
-        """Start with what `save` returned."""
         self.slots.restore(saved["slots"])
         self.space.restore(saved["space"])
         self.lanes.restore(saved["lanes"])

@@ -236,12 +236,10 @@ class Slots:
         self._starts_at = now
 
     def finished(self, took_s: float) -> None:
-        """Note a complete response that took `took_s`."""
         self._initial_limit += 1.0
         self.response_s += (took_s - self.response_s) / 16.0 if self.response_s else took_s
 
     def waited(self, waited_s: float, now: float) -> None:
-        """Note how long a request waited in the engine's queue."""
         if waited_s >= self.longest_wait_s(now):
             self._queued = waited_s, now
 

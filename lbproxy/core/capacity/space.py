@@ -47,7 +47,6 @@ class Space:
         return {} if self.limit_tokens == inf else {"limit_tokens": self.limit_tokens}
 
     def restore(self, saved: Mapping[str, float]) -> None:
-        """Start with what `save` returned."""
         self.limit_tokens = saved.get("limit_tokens", inf)
 
     def lacked(self, context_tokens: float, in_flight: int, stalled: int, now: float) -> None:

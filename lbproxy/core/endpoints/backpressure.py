@@ -72,7 +72,6 @@ class Backpressure:
             self.until = max(self.until, one.until)
 
     def note_success(self, state: EndpointState, model: str | None) -> None:
-        """Note a successful response of `state`."""
         if state.held_back and (one := state.held_back.get(state.engine_model(model))) is not None:
             one.refusals = 0
 

@@ -129,7 +129,6 @@ class Breaker:
         return lasts_s
 
     def reset(self) -> None:
-        """Clear the counts."""
         self.successes = self.failures = self.faults_in_row = 0
         self._past_successes = [0] * (WINDOW_INTERVALS - 1)
         self._past_failures = [0] * (WINDOW_INTERVALS - 1)

@@ -153,11 +153,9 @@ class Endpoint(EndpointSpec):
 
 _FACTS: Final = [one.name for one in fields(EndpointSpec)]
 facts_of: Final = attrgetter(*_FACTS)
-"""All that a spec says."""
 
 
 def with_uid(spec: EndpointSpec, uid: EndpointUid) -> Endpoint:
-    """The endpoint of a spec."""
     return Endpoint(uid=uid, **dict(zip(_FACTS, facts_of(spec), strict=True)))
 
 

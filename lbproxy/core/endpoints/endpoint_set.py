@@ -126,12 +126,10 @@ class EndpointSet:
 
     @property
     def has_loads(self) -> bool:
-        """Whether members have load models."""
         return self._pool is not None
 
     @property
     def has_roles(self) -> bool:
-        """Whether a member has a role."""
         return self.serving.has_roles
 
     @property
@@ -169,7 +167,6 @@ class EndpointSet:
             self._assume_speeds()
 
     def limit_index(self, blocks: int) -> None:
-        """Limit the index of prefix caches to this many blocks in total."""
         if self._pool is not None:
             self._pools.limit_index(blocks, (state.load for state in self._states.values()))
 

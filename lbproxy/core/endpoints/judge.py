@@ -113,7 +113,6 @@ class Judge:
         self._move(state, Event.HEALTHY, "not probed any more", now=now)
 
     def removed(self, state: EndpointState) -> None:
-        """Note that `state` is no longer a member."""
         self._release_trial(state)
         self.slow_start.end(state)
         state.removed = True
@@ -250,7 +249,6 @@ class Judge:
     # Time
 
     def end_ejections(self, states: Iterable[EndpointState], *, now: float) -> None:
-        """End the ejections that have lasted long enough."""
         self.due_at = inf
         for state in states:
             if state.health is Health.EJECTED:

@@ -156,7 +156,6 @@ class Serving:
     # Changes
 
     def reconfigure(self, *, panic: bool) -> None:
-        """Apply another setting."""
         self._panic = panic
         self.outdate()
 
@@ -377,14 +376,12 @@ class Serving:
         return list({card.id: None for card in self.model_cards() if card.parent is None})
 
     def _group(self, tier: _Tier, model: str | None) -> _Group:
-        """The group of a tier to which requests for `model` go."""
         if model is None:
             return tier.all
         group = tier.by_model.get(model)
         return group if group is not None and self._usable(group) else tier.unlisted
 
     def _usable(self, group: _Group) -> list[EndpointState]:
-        """The members of a group that may be asked."""
         if group.epoch != self._epoch:
             group.epoch = self._epoch
             if self.has_roles:

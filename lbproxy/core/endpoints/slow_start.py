@@ -29,7 +29,6 @@ class SlowStart:
         """Mostly empty, so that a decision only costs one check."""
 
     def begin(self, state: EndpointState, now: float) -> None:
-        """Begin the slow start of `state`."""
         if self.duration_s is None:
             return
         if state.slow_since is None:
@@ -44,7 +43,6 @@ class SlowStart:
             self.starting.remove(state)
 
     def expire(self, now: float) -> None:
-        """End the slow starts whose time has passed."""
         for state in self.starting[:]:
             if self.share(state, now) >= 1.0:
                 self.end(state)

@@ -95,7 +95,6 @@ class _Parts:
         """Below 0: the request needs no adapter."""
 
     def add_adapter(self, ms: float) -> None:
-        """Add the wait for its adapter."""
         self.adapter = ms
         self.cost += ms
 
@@ -230,12 +229,10 @@ class Adaptive(Policy):
         return [_named(parts[n]) for n in shown] if parts else []
 
     def cached_tokens(self, notes: object, *, shown: Sequence[int]) -> list[float | None]:
-        """See Policy."""
         parts = _listed(cast("_Parts | None", notes))
         return [None if parts[n].cached < 0.0 else parts[n].cached for n in shown] if parts else []
 
     def noted_costs(self, notes: object) -> list[float]:
-        """See Policy."""
         return [parts.cost for parts in _listed(cast("_Parts | None", notes))]
 
 
@@ -246,7 +243,6 @@ def _length(request: InferenceRequest, mean: float) -> float:
 
 
 def _listed(last: _Parts | None) -> list[_Parts]:
-    """By candidate."""
     found = []
     while last is not None:
         found.append(last)
@@ -331,7 +327,6 @@ def space_wait_ms(load: LoadModel, over_tokens: float, now: float) -> float:
 def _with_adapters(
     costs: list[float], notes: _Parts | None, loads: Sequence[LoadModel], adapter: str | None, now: float
 ) -> list[float]:
-    """The costs with the wait for the adapter, in milliseconds, if `adapter` is one."""
     pool = loads[0].pool
     if adapter is None or adapter not in pool.adapters:
         return costs

@@ -66,7 +66,6 @@ class Decision:
 
     @property
     def chosen(self) -> Endpoint:
-        """The endpoint that got the request."""
         return self.chosen_state.endpoint
 
     @property
@@ -83,12 +82,10 @@ class Decision:
 
     @property
     def chosen_index(self) -> int:
-        """The index of the chosen endpoint in `shown`."""
         return self.shown_states.index(self.chosen_state)
 
     @property
     def cost(self) -> float | None:
-        """The cost of the chosen endpoint."""
         costs = self.costs
         return costs[self.chosen_index] if costs else None
 

@@ -77,7 +77,6 @@ class Flow:
         return Refusal(self.name, f"requests at a time, {limit} (`in_flight`), and this one could wait no longer", None)
 
     def reconfigure(self, rule: FlowSettings, now: float) -> None:
-        """Apply this rule from now on."""
         self.weight = rule.weight
         self.allowance.reconfigure(Bounds(rule.in_flight, rule.requests_per_minute, rule.tokens_per_minute), now)
         self.limited = self.allowance.is_timed or rule.in_flight is not None

@@ -114,7 +114,6 @@ class Flows:
             self.of(name, now).allowance.resume(use, now)
 
     def limited(self) -> list[Flow]:
-        """Those that have a limit."""
         return [one for one in self._flows.values() if one.limited]
 
     def _forget(self, now: float) -> bool:

@@ -55,7 +55,6 @@ class Limits:
         return (request.prompt_bytes or request.body_bytes) / BYTES_PER_TOKEN
 
     def expected_tokens(self, request: InferenceRequest, allowance: Allowance) -> float:
-        """The tokens that a request is expected to use there."""
         return self.prompt_tokens(request) + expected_response(request, allowance)
 
     def wait_s(self, ticket: Ticket, allowance: Allowance, now: float) -> float:
@@ -83,7 +82,6 @@ class Limits:
                 allowance.take(1.0, ticket.reserved_tokens, now, at)
 
     def progress(self, ticket: Ticket, tokens: int, now: float) -> None:
-        """Charge more tokens of the response."""
         self._charge(ticket, ticket.used_tokens + tokens, max(ticket.reserved_tokens, ticket.used_tokens + tokens), now)
 
     def ended(self, ticket: Ticket, usage: Usage | None, now: float, *, served: bool) -> float:

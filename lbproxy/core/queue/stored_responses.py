@@ -50,7 +50,6 @@ class StoredResponses:
         """Called with each response that is remembered."""
 
     def __len__(self) -> int:
-        """How many are remembered."""
         return len(self._stored)
 
     def remember(self, response_id: str, uid: EndpointUid, request: InferenceRequest, *, now: float) -> None:
@@ -100,7 +99,6 @@ class StoredResponses:
             self._stored[response_id] = one._replace(uid=uids.get(one.uid, one.uid))
 
     def forget(self, response_id: str) -> None:
-        """Forget a response."""
         gone = self._stored.pop(response_id, None)
         if gone is not None:
             self._keys -= len(gone.block_keys)

@@ -122,7 +122,6 @@ class FormWalk:
         return not self._ended
 
     def _read_part_head(self) -> None:
-        """Read the head of the part after a delimiter, or the end of the form."""
         body = self._body
         if self._parts == MAX_PARTS:
             self._ended = True

@@ -20,7 +20,6 @@ class OutcomeFacts:
     message: str = ""
     """The error message, unless there is a more precise one."""
     retry_after: bool = False
-    """Send Retry-After."""
     client_retry: bool = True
     """False: a retry by the client cannot help, or does harm (`x-should-retry: false`)."""
     close: bool = False
@@ -117,7 +116,6 @@ class Outcome(Enum):
 
     @property
     def label(self) -> str:
-        """The metric label and log field."""
         return self.value.code
 
 

@@ -64,7 +64,6 @@ class _Pieces:
         self.room -= len(data)
 
     def add_media(self, payload: str, tokens: int) -> None:
-        """Add media that takes about `tokens` tokens."""
         self.add(filler(payload, tokens))
         self.media_tokens += len(self.parts[-1]) // FILLER_BYTES
 
@@ -273,7 +272,6 @@ def _add_extra(file: object, pieces: _Pieces) -> None:
 
 
 def _add_text(one: object, pieces: _Pieces) -> None:
-    """Add one of several prompts."""
     if isinstance(one, str):
         pieces.add(_encode(one))
     elif isinstance(one, list):

@@ -124,7 +124,6 @@ class Verdict:
     """What follows a failed attempt."""
 
     retry: bool
-    """Try another endpoint."""
     outcome: Outcome
     """How the attempt ended. If it is not retried and there is no response to pass on, also how the request ended."""
     delay_s: float = 0.0

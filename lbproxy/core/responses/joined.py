@@ -100,7 +100,6 @@ class JoinedStream:
         return self._alike.took and not self._alike.has_usage
 
     def read(self) -> None:
-        """Read what passed unread."""
         texts = self._alike.read()
         if texts is None:
             self.give_up("an event cannot be read")
@@ -224,7 +223,6 @@ class JoinedStream:
                 self.tokens = max(self.tokens, completion - 1)  # this event counts itself
 
     def give_up(self, why: str) -> None:
-        """It will not be continued."""
         if self.obstacle is None:
             self.obstacle = why
         self._said.clear()
@@ -306,7 +304,6 @@ class JoinedStream:
         return may_be
 
     def count_prompt(self, tokens: int) -> None:
-        """The prompt has so many."""
         self._prompt_tokens = tokens
 
     @property

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Final, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.net.connections.h1 import PayloadWatcher, ResponseHead
 from lbproxy.net.connections.patience import ClockLimits
 from lbproxy.net.connections.pool import Connection, ConnectionPool
 from lbproxy.net.dialing.origin import Origin
-
-TOO_LARGE: Final = "the response is too large"
 
 
 class Called(NamedTuple):
@@ -42,8 +40,8 @@ class Call(PayloadWatcher):
         self._work: asyncio.Task[None] | Connection | None = None
         self._head: ResponseHead | None = None
         self._body = bytearray()
-        self.sent = False
-        """The request was sent, as far as is known."""
+        self.sent = self.is_too_large = False
+        """The request was sent, as far as is known; its response is larger than `max_bytes`."""
 
     def start(self, method: str, head: bytes, body: bytes) -> None:
         """Send the request. `done` is not called within this call."""
@@ -112,7 +110,6 @@ class Call(PayloadWatcher):
     # net.connections.h1.PayloadWatcher
 
     def feed(self, data: bytes, start: int, end: int) -> None:
-        """The next piece of payload."""
         self._left -= end - start
         if self._left >= 0:
             self._body += memoryview(data)[start:end]
@@ -121,4 +118,5 @@ class Call(PayloadWatcher):
             self._end(self._too_large())
 
     def _too_large(self) -> UpstreamError:
-        return UpstreamError(FailureKind.PROTOCOL, f"{self._origin}: {TOO_LARGE}")
+        self.is_too_large = True
+        return UpstreamError(FailureKind.PROTOCOL, f"{self._origin}: the response is too large")

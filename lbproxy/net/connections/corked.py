@@ -47,7 +47,6 @@ class Cork:
             self.flush()
 
     def flush(self) -> None:
-        """Send everything."""
         due, self._due = self._due, []
         if self.silent:
             self._drop_those_that_are_not()

@@ -359,7 +359,6 @@ class ResponseHead:
         """The line of an `x-lbproxy-reason`, which is not among the others, with its CRLF; empty if not given."""
 
     def framing(self, watcher: PayloadWatcher | None = None) -> Framing:
-        """A new framing object for the body."""
         if self.chunked:
             return ChunkedFraming(watcher, is_response=True)
         return CloseFraming(watcher) if self.length is None else LengthFraming(self.length, watcher)

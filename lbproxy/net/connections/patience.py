@@ -60,7 +60,6 @@ class Patience:
         self.deadline = now + limits.response_s
 
     def began(self, now: float) -> None:
-        """The first event, or byte of any other body, arrived."""
         self._began = True
         self.deadline = now + self._limits.silence_s
 
@@ -69,12 +68,10 @@ class Patience:
             self.deadline = now + self._limits.silence_s
 
     def paused(self, now: float) -> None:
-        """The client does not read."""
         self._left_s = self._limits.silence_s if self._began else self.deadline - now
         self.deadline = inf
 
     def resumed(self, now: float) -> None:
-        """The client reads again."""
         self.deadline = now + self._left_s
 
     def prolong(self, seconds: float) -> None:

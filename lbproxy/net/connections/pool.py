@@ -26,6 +26,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Final, Protocol, cast
 
+from mypy_extensions import mypyc_attr
+
 from lbproxy.core.endpoints.credentials import Tls
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.driver.pulse import Pulse
@@ -92,6 +94,25 @@ class Receiver(Protocol):
 
     def broke(self, error: UpstreamError) -> None:
         """There will be no response, or its body will never be complete. Nothing follows."""
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class BodyReceiver(PayloadWatcher):
+    """A Receiver of the body of a response whose head another had before."""
+
+    switches = False
+
+    def complete_response(self, head: ResponseHead, body: bytes) -> None:
+        """Never called."""
+        raise AssertionError("one answer has one head")
+
+    def hints(self, head: ResponseHead) -> None:
+        """Never called."""
+        raise AssertionError("hints after the head")
+
+    def head(self, head: ResponseHead) -> None:
+        """Never called."""
+        raise AssertionError("one answer has one head")
 
 
 class HeadReceiver:
@@ -206,7 +227,6 @@ class Connection:
             self._transport.pause_reading()
 
     def resume(self) -> None:
-        """Read again."""
         if self._paused:
             self._paused = False
             self.patience.resumed(self._loop.time())

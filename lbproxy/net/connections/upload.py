@@ -22,7 +22,6 @@ class Upload:
         self.pieces: list[memoryview] = []
         """What is left to write."""
         self.is_full = False
-        """The transport's buffer is full."""
 
     def begin(self, transport: Corked, pieces: tuple[bytes | memoryview, ...]) -> None:
         """Write the first slice, and the others in later turns."""
@@ -31,7 +30,6 @@ class Upload:
         self._write()
 
     def resume(self) -> None:
-        """The transport has room."""
         self.is_full = False
         self._write()
 

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
-from typing import Final, Protocol
+from typing import Final
 
 from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.engines.server_info import engine_of
-from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.requests.outcome import LbError, Outcome
 from lbproxy.core.requests.request import InferenceRequest, Usage
@@ -40,13 +39,12 @@ from lbproxy.net.connections.call import Call, Called, Result
 from lbproxy.net.connections.h1 import ResponseHead
 from lbproxy.net.connections.pool import Connection
 from lbproxy.net.dialing.origin import Origin
-from lbproxy.proxy.exchange.exchanger import Exchanger, Guard
+from lbproxy.proxy.exchange.exchanger import Exchanger
 from lbproxy.proxy.exchange.relay import (
     LAST_CHUNK,
     HeadSender,
     Relay,
-    RelayOwner,
-    Requester,
+    RequestOwner,
     Stage,
     can_continue,
     chunk,
@@ -66,29 +64,10 @@ HELD_BYTES: Final = 16 << 10
 """So much of the text is not counted: see LARGE_BODY_BYTES."""
 
 
-class StreamOwner(RelayOwner, Requester, Guard, Protocol):
-    """The exchange whose stream may go on elsewhere."""
-
-    placed: InferenceRequest
-    record: RequestRecord
-    head_sent_by: HeadSender | None
-
-    def go_on(
-        self, request: ClientRequest, placed: InferenceRequest, error: UpstreamError, ended: Outcome, usage: Usage
-    ) -> None:
-        """End the attempt, which failed so and used this, and begin another for the rest of the response."""
-
-    def counted(self) -> None:
-        """The text has been counted, or the endpoint does not do that: request the rest of it, if there is any."""
-
-    def hold(self, size: int) -> bool:
-        """Count so many more bytes of memory. Returns whether there is room."""
-
-
 class Continuation:
     """Of one request, whose response may go on at another server."""
 
-    def __init__(self, exchange: StreamOwner, ticket: Ticket, shared: Exchanger) -> None:
+    def __init__(self, exchange: RequestOwner, ticket: Ticket, shared: Exchanger) -> None:
         """When its first response begins."""
         self.exchange = exchange
         self._shared = shared
@@ -156,7 +135,7 @@ class Continuation:
         return request._replace(pieces=(), naming=None, fallbacks=()), placed
 
     def count(self, ticket: Ticket) -> Call:
-        """Have an endpoint count the tokens of the text: see StreamOwner.counted."""
+        """Have an endpoint count the tokens of the text: see RequestOwner.counted."""
         self.counts = False
         return self._count(ticket.placed_state, self.joined.counted, self.joined.count, self.exchange.counted)
 
@@ -205,7 +184,6 @@ class Continuation:
         return call
 
     def rest(self, request: ClientRequest) -> ClientRequest:
-        """The request for the rest of the response."""
         text, tokens = self._text, self.joined.tokens
         return request._replace(body=continued(self._read(), chat=self._is_chat, text=text, tokens=tokens))
 
@@ -263,7 +241,7 @@ class JoinedRelay(Relay):
         continuation: Continuation,
     ) -> None:
         exchange = continuation.exchange
-        Relay.__init__(self, head, connection, ticket, exchange.record, runtime, exchange)
+        Relay.__init__(self, head, connection, ticket, runtime, exchange)
         continuation.ticket = ticket
         self.continuation = continuation
         self._joined = continuation.joined
@@ -307,7 +285,6 @@ class JoinedRelay(Relay):
                 self.broke(UpstreamError(FailureKind.RESET, joined.failure))
 
     def _hold(self) -> None:
-        """Count the text that is kept."""
         size, self._held = self._joined.kept_bytes - self._held, self._joined.kept_bytes
         if not self.continuation.exchange.hold(size):
             self._joined.give_up("there is no memory for its text")
@@ -382,7 +359,6 @@ class JoinedRelay(Relay):
         Relay.cancel(self)
 
     def complete(self, ending: bytes) -> None:
-        """End with these events."""
         self._unasked = None  # its server did not say what it writes at the end
         if self._chunked:
             ending = (chunk(ending) if ending else b"") + LAST_CHUNK
@@ -426,12 +402,11 @@ def moved(by: HeadSender | None) -> JoinedRelay | None:
 
 
 def relay_for(
-    exchange: StreamOwner, head: ResponseHead, connection: Connection, ticket: Ticket, shared: Exchanger
+    exchange: RequestOwner, head: ResponseHead, connection: Connection, ticket: Ticket, shared: Exchanger
 ) -> Relay:
-    """What relays a response that begins."""
     if not (exchange.request.continues and can_continue(head)):
         kind = Relay if exchange.request.usage is None or not can_continue(head) else AskedRelay
-        return kind(head, connection, ticket, exchange.record, shared.runtime, exchange)
+        return kind(head, connection, ticket, shared.runtime, exchange)
     earlier = moved(exchange.head_sent_by)
     continuation = Continuation(exchange, ticket, shared) if earlier is None else earlier.continuation
     return JoinedRelay(head, connection, ticket, shared.runtime, continuation)

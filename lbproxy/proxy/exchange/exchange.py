@@ -30,10 +30,10 @@ from lbproxy.core.requests.request import DECODE, PREFILL, InferenceRequest, Usa
 from lbproxy.core.requests.retry import FailureKind, UpstreamError, Verdict, may_fall_back, started, status_failure
 from lbproxy.net.connections.call import Call
 from lbproxy.net.connections.h1 import ResponseHead
-from lbproxy.net.connections.pool import Connection, HeadReceiver
+from lbproxy.net.connections.pool import Connection
 from lbproxy.proxy.exchange import steps
 from lbproxy.proxy.exchange.continuation import goes_on, moved, relay_for
-from lbproxy.proxy.exchange.exchanger import LARGE_BODY_BYTES, Arguments, Exchanger, origin_of
+from lbproxy.proxy.exchange.exchanger import LARGE_BODY_BYTES, Exchanger, origin_of
 from lbproxy.proxy.exchange.failures import (
     NO_FAILURES,
     AttemptFailures,
@@ -46,9 +46,11 @@ from lbproxy.proxy.exchange.fallback import Fallback, is_reason
 from lbproxy.proxy.exchange.instead import Instead, fits
 from lbproxy.proxy.exchange.keepalive import Keepalive
 from lbproxy.proxy.exchange.relay import (
+    Arguments,
     Client,
     HeadSender,
     Relay,
+    RequestOwner,
     can_continue,
     end_after_head,
     end_with_response,
@@ -65,31 +67,22 @@ logger = logging.getLogger("lbproxy")
 Work: TypeAlias = asyncio.Task[None] | Connection | Call | Relay | asyncio.TimerHandle | None
 
 
-class Exchange(HeadReceiver, ABC):
+class Exchange(RequestOwner, ABC):
     """One request; a net.connections.pool.Receiver until it accepts a response. Subclasses refuse and end it.
 
     Defaults live in the class until they are overwritten: one object is made for every request.
     """
 
-    request: ClientRequest
-    """The client's request. Set by `start`."""
-    placed: InferenceRequest
-    """The request as the balancer sees it. Set by `start`."""
     step = steps.READING
     _work: Work
     """What is in progress in this step: a dial, the connection that carries the request, a relay, a timer."""
     _ticket: Ticket | None = None
     """The current attempt."""
-    head_sent_by: HeadSender | None
-    """Who sent the head of a stream to the client, without any of a body: the relay of an attempt, or `_keepalive`."""
     _keepalive: Keepalive | None
     """Keeps the client's connection alive in silences; None: nothing does."""
     _split: SplitRequest | None = None
     """The first leg of a request that is split, and what the second one is sent."""
-    cors = ""
-    """Field lines of the response that replace the endpoint's own; "" = the settings allow no origins."""
     switches: bool = False
-    """See net.connections.pool.Receiver."""
     _failed: AttemptFailures = NO_FAILURES
 
     def __init__(self, shared: Exchanger, client: Client, record: RequestRecord, *, keep_alive: bool) -> None:
@@ -98,7 +91,6 @@ class Exchange(HeadReceiver, ABC):
         self.client = client
         self.record = record
         self.keep_alive = keep_alive
-        """The client's connection may serve another request."""
 
     @property
     def settings(self) -> Settings:
@@ -108,10 +100,6 @@ class Exchange(HeadReceiver, ABC):
     @abstractmethod
     def _body_released(self) -> None:
         """The request's body is not held any more."""
-
-    @abstractmethod
-    def hold(self, size: int) -> bool:
-        """See continuation.StreamOwner."""
 
     @abstractmethod
     def _refuse(self, error: LbError) -> bool:
@@ -219,13 +207,14 @@ class Exchange(HeadReceiver, ABC):
             request, limits = self._split.send_second()
         request = as_named_by(state.endpoint, request)
         if self.placed.stream and self._shared.asks_usage:
-            self.request, request = self._shared.ask_usage(self.request, request, ticket, self._failed)
+            refused, always = self._failed.refused_usage == state.endpoint.uid, self.settings.usage.ask == "always"
+            self.request, request = self._shared.used.ask(self.request, request, ticket, always=always, refused=refused)
         forwarded = self.client.peer.lines(request.fields, http10=request.http10)
         one, trace, bound, asks = state.endpoint, record.trace, self.placed.max_tier, state.reported.asks_load
         head = request.head_for(one, record.attempt_id, forwarded, ask_load=asks, trace=trace, max_tier=bound)
         connection.send(request.method, head, request.pieces or request.body, self, limits)
 
-    # A request that is split: split.SplitOwner
+    # A request that is split
 
     def _begins_split(self, ticket: Ticket) -> bool:
         """Begin the first leg, if this placement is one: the second one follows."""
@@ -268,7 +257,6 @@ class Exchange(HeadReceiver, ABC):
         return True
 
     def _end_split(self, outcome: Outcome) -> None:
-        """End both legs."""
         ticket, split = self._ticket, self._split
         if split is not None:
             split.abandon(decode_endpoint(ticket))
@@ -297,7 +285,7 @@ class Exchange(HeadReceiver, ABC):
         self._place()
 
     def first_failed(self, error: UpstreamError) -> None:
-        """See split.SplitOwner. Once decode has begun to respond, it has what it needs."""
+        """Once decode has begun to respond, it has what it needs."""
         ticket, step = self._ticket, self.step
         assert ticket is not None
         if step in {steps.PREFILLING, steps.DIALLING, steps.SENT} or (
@@ -388,7 +376,7 @@ class Exchange(HeadReceiver, ABC):
         self._shared.conceal(head, ticket.placed_state.endpoint)
         relay = relay_for(self, head, connection, ticket, self._shared)
         self._enter(steps.RELAYING, relay)
-        relay.begin(self, self._own_fields(), head_sent_by=self.head_sent_by)
+        relay.begin(self._own_fields())
 
     def _take_read(self, head: ResponseHead, body: bytes) -> None:
         """The body was read: it may say what another endpoint has."""
@@ -440,13 +428,13 @@ class Exchange(HeadReceiver, ABC):
         self._note_failure(at, error.kind, label, ended)
         self._follow(ticket, verdict, ended)
 
-    # relay.RelayOwner
+    # Of its relay
 
     def head_sent(self, by: HeadSender) -> None:
         self.head_sent_by = by
 
     def committed(self) -> None:
-        """See relay.RelayOwner. No other endpoint will be asked, and a stream can last for minutes."""
+        """No other endpoint will be asked, and a stream can last for minutes."""
         self.head_sent_by = None
         self._failed = NO_FAILURES
         if self._split is not None:
@@ -456,7 +444,7 @@ class Exchange(HeadReceiver, ABC):
             self._body_released()
 
     def stream_refused(self, status: int) -> bool:
-        """See relay.RelayOwner. Treated like an error status in the head."""
+        """Treated like an error status in the head."""
         return self._retry_elsewhere(status)
 
     def relayed(self, result: Outcome | UpstreamError) -> None:
@@ -478,7 +466,7 @@ class Exchange(HeadReceiver, ABC):
             return estimated(None, 0) if is_left and generates else None
         return self._shared.used.so_far(self.record, ticket, self.request.route, relay, is_left=is_left)
 
-    # A stream that goes on elsewhere: continuation.StreamOwner
+    # A stream that goes on elsewhere
 
     def go_on(
         self, request: ClientRequest, placed: InferenceRequest, error: UpstreamError, ended: Outcome, usage: Usage
@@ -583,15 +571,12 @@ class Exchange(HeadReceiver, ABC):
         self._place()
 
     def guarded(self, step: Callable[[*Arguments], None], *arguments: *Arguments) -> None:
-        """Run a step; nothing above would handle its exceptions."""
         try:
             step(*arguments)
         except LbError as error:
             self.give_up(error)
         except Exception:  # noqa: BLE001 - logged there, with its traceback
             self.defect()
-
-    # keepalive.SilentRequest, with what is above
 
     @property
     def relay(self) -> Relay | None:
@@ -680,7 +665,6 @@ class Exchange(HeadReceiver, ABC):
 
     @property
     def _relaying(self) -> Relay:
-        """The relay, while RELAYING."""
         assert isinstance(self._work, Relay)
         return self._work
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping
-from typing import Final, Protocol, TypeVarTuple
+from collections.abc import Mapping
+from typing import Final
 
 from lbproxy.config.sections.engines import LBPROXY
 from lbproxy.config.tree import Settings
@@ -22,24 +22,12 @@ from lbproxy.net.connections.patience import ClockLimits
 from lbproxy.net.connections.pool import ConnectionPool
 from lbproxy.net.dialing.above import as_ours, host_of
 from lbproxy.net.dialing.origin import Origin
-from lbproxy.proxy.exchange.failures import AttemptFailures
 from lbproxy.proxy.exchange.used import UsedTokens
-from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.own_responses import rate_fields
 
 LARGE_BODY_BYTES: Final = 16 << 10
 """A smaller body is neither counted nor released before its request ends: the other objects of a request cost as much,
 and all of them are bounded by the number of connections."""
-
-
-Arguments = TypeVarTuple("Arguments")
-
-
-class Guard(Protocol):
-    """An exchange, as callbacks of others need it."""
-
-    def guarded(self, step: Callable[[*Arguments], None], *arguments: *Arguments) -> None:
-        """Run a step; nothing above would handle its exceptions."""
 
 
 class Exchanger:
@@ -70,13 +58,6 @@ class Exchanger:
     def with_settings(self, settings: Settings) -> Exchanger:
         """The same under other settings, for new exchanges."""
         return Exchanger(settings, self.runtime, self.connections, self.used)
-
-    def ask_usage(
-        self, client: ClientRequest, sent: ClientRequest, ticket: Ticket, failed: AttemptFailures
-    ) -> tuple[ClientRequest, ClientRequest]:
-        """See UsedTokens.ask."""
-        refused = failed.refused_usage == ticket.placed_state.endpoint.uid
-        return self.used.ask(client, sent, ticket, always=self.settings.usage.ask == "always", refused=refused)
 
     def note_load_report(self, head: ResponseHead, ticket: Ticket, *, wanted: bool) -> ResponseHead:
         """Report the endpoint's load. Only clients that asked for it get it."""

@@ -47,7 +47,6 @@ class Fallback:
 
     @property
     def is_left(self) -> bool:
-        """There is a next model."""
         return bool(self._left) or self._returns
 
     def next(self, block_bytes: int | None) -> tuple[ClientRequest, InferenceRequest]:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Final
 
 from lbproxy.core.requests.retry import UpstreamError
-from lbproxy.net.connections.h1 import PayloadWatcher, ResponseHead
-from lbproxy.net.connections.pool import Connection
+from lbproxy.net.connections.h1 import ResponseHead
+from lbproxy.net.connections.pool import BodyReceiver, Connection
 
 MAX_BYTES: Final = 64 << 10
 
@@ -22,35 +22,16 @@ def fits(head: ResponseHead) -> bool:
     return head.length is not None and head.length <= MAX_BYTES
 
 
-class Instead(PayloadWatcher):
-    """The net.connections.pool.Receiver of its body. `done` is called once, unless the connection is aborted."""
-
-    switches = False
+class Instead(BodyReceiver):
+    """`done` is called once, unless the connection is aborted."""
 
     def __init__(self, head: ResponseHead, connection: Connection, done: Callable[[ResponseHead, bytes], None]) -> None:
         self._head, self._connection, self._done = head, connection, done
         self._body = b""
         connection.relay(head, self, self)
 
-    # net.connections.h1.PayloadWatcher
-
     def feed(self, data: bytes, start: int, end: int) -> None:
-        """The next piece of payload."""
         self._body += data[start:end]
-
-    # net.connections.pool.Receiver
-
-    def complete_response(self, head: ResponseHead, body: bytes) -> None:
-        """Never called: the exchange had the head before."""
-        raise AssertionError("one answer has one head")
-
-    def hints(self, head: ResponseHead) -> None:
-        """Never called, as above."""
-        raise AssertionError("hints after the head")
-
-    def head(self, head: ResponseHead) -> None:
-        """Never called, as above."""
-        raise AssertionError("one answer has one head")
 
     def body(self, data: bytes) -> None:
         if len(self._body) > MAX_BYTES:

@@ -18,14 +18,11 @@ Each request has one timer, and an event costs nothing: since when the endpoint 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
-from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.queue.ticket import Ticket
-from lbproxy.core.requests.request import InferenceRequest
 from lbproxy.driver.request_runtime import RequestRuntime
-from lbproxy.proxy.exchange.relay import Client, HeadSender, Relay, chunk
-from lbproxy.proxy.request.client_request import ClientRequest
+from lbproxy.proxy.exchange.relay import Relay, RequestOwner, chunk
 from lbproxy.proxy.request.own_responses import rate_fields, stream_head
 
 COMMENT: Final = b": keep-alive\n\n"
@@ -34,34 +31,13 @@ _EARLY_S: Final = 0.001
 """So much before its time a timer may be called."""
 
 
-class SilentRequest(Protocol):
-    """The exchange of which a client hears."""
-
-    request: ClientRequest
-    placed: InferenceRequest
-    client: Client
-    record: RequestRecord
-    keep_alive: bool
-    cors: str
-    head_sent_by: HeadSender | None
-    """Who sent the client the head of a stream, of whose body it has nothing."""
-
-    @property
-    def relay(self) -> Relay | None:
-        """What relays its response, once that has begun."""
-
-    def head_sent(self, by: HeadSender) -> None:
-        """It has one now."""
-
-
 class Keepalive:
     """Of one request, from the moment that it is complete. `stop` it at the end."""
 
     client_reusable = False
-    """See relay.HeadSender."""
     is_ours, has_moved = True, False
 
-    def __init__(self, exchange: SilentRequest, runtime: RequestRuntime, ticket: Callable[[], Ticket | None]) -> None:
+    def __init__(self, exchange: RequestOwner, runtime: RequestRuntime, ticket: Callable[[], Ticket | None]) -> None:
         """`ticket`: that of its present attempt."""
         request = exchange.request
         self._exchange, self._runtime, self._ticket = exchange, runtime, ticket

@@ -33,16 +33,17 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from enum import Enum
 from math import ceil
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVarTuple
 
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.queue.ticket import Ticket
 from lbproxy.core.requests.openai import error_event, event_of_response
 from lbproxy.core.requests.outcome import LbError, Outcome
-from lbproxy.core.requests.request import DECODE, Usage
+from lbproxy.core.requests.request import DECODE, InferenceRequest, Usage
 from lbproxy.core.requests.retry import FailureKind, UpstreamError
 from lbproxy.core.responses.lines import LineScanner
 from lbproxy.core.responses.objects import find_objects
@@ -50,8 +51,8 @@ from lbproxy.core.responses.sse import BodyScanner, EventScanner, IdScanner, fin
 from lbproxy.core.responses.text_rate import TextRate
 from lbproxy.core.responses.unasked import UsageForm
 from lbproxy.driver.request_runtime import RequestRuntime
-from lbproxy.net.connections.h1 import PayloadWatcher, ResponseHead
-from lbproxy.net.connections.pool import Connection
+from lbproxy.net.connections.h1 import ResponseHead
+from lbproxy.net.connections.pool import BodyReceiver, Connection, HeadReceiver
 from lbproxy.proxy.exchange.opening import Opening
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.forwarding import Peer
@@ -84,18 +85,6 @@ class Client(Protocol):
         """What endpoints are told of the client."""
 
 
-class Requester(Protocol):
-    """The exchange whose request is served."""
-
-    request: ClientRequest
-    keep_alive: bool
-    """The client's connection may serve another request."""
-
-    @property
-    def client(self) -> Client:
-        """Where the response goes."""
-
-
 class HeadSender(Protocol):
     """Who sent the head of a stream to the client, without any of a body."""
 
@@ -111,22 +100,87 @@ class HeadSender(Protocol):
         """The client has a part of the body as well, and another endpoint is to go on with it."""
 
 
-class RelayOwner(Protocol):
-    """The owner of a relay."""
+Arguments = TypeVarTuple("Arguments")
 
+
+class RequestOwner(HeadReceiver, ABC):
+    """The exchange of a request, as what it consists of needs it: relays, a first leg, `Keepalive`."""
+
+    request: ClientRequest
+    """The client's request. Set by `Exchange.start`."""
+    placed: InferenceRequest
+    """The request as the balancer sees it. Set likewise."""
+    record: RequestRecord
+    client: Client
+    keep_alive: bool
+    """The client's connection may serve another request."""
+    cors = ""
+    """Field lines of the response that replace the endpoint's own; "" = the settings allow no origins."""
+    head_sent_by: HeadSender | None
+    """Who sent the head of a stream to the client, without any of a body: the relay of an attempt, or `Keepalive`."""
+
+    @abstractmethod
+    def guarded(self, step: Callable[[*Arguments], None], *arguments: *Arguments) -> None:
+        """Run a step; nothing above would handle its exceptions."""
+
+    # Of a relay
+
+    @property
+    @abstractmethod
+    def relay(self) -> Relay | None:
+        """What relays the response, once that has begun."""
+
+    @abstractmethod
     def head_sent(self, by: HeadSender) -> None:
         """The head of a stream went to the client, alone: any other response must be the body of such a stream."""
 
+    @abstractmethod
     def committed(self) -> None:
         """The first of the body goes to the client: no other response is possible from here on."""
 
+    @abstractmethod
     def relayed(self, result: Outcome | UpstreamError) -> None:
         """Called once: the outcome, or the failure if none of a body went to the client. Not called after `cancel`."""
 
+    @abstractmethod
     def stream_refused(self, status: int) -> bool:
         """The stream begins with an error whose code is an HTTP status. None of it went out. True: drop it; another
         endpoint is asked, and `relayed` is not called.
         """
+
+    # Of a stream that may go on elsewhere
+
+    @abstractmethod
+    def go_on(
+        self, request: ClientRequest, placed: InferenceRequest, error: UpstreamError, ended: Outcome, usage: Usage
+    ) -> None:
+        """End the attempt, which failed so and used this, and begin another for the rest of the response."""
+
+    @abstractmethod
+    def counted(self) -> None:
+        """The text has been counted, or the endpoint does not do that: request the rest of it, if there is any."""
+
+    @abstractmethod
+    def hold(self, size: int) -> bool:
+        """Count so many more bytes of memory. Returns whether there is room."""
+
+    # Of the first leg of a split request: only one is called after `second_ready`, and none after `cancel`
+
+    @abstractmethod
+    def second_ready(self) -> None:
+        """The second leg can be sent, while the first one runs."""
+
+    @abstractmethod
+    def prefilled(self, usage: Usage | None) -> None:
+        """The first leg is complete; the second can be placed."""
+
+    @abstractmethod
+    def first_failed(self, error: UpstreamError) -> None:
+        """The first leg failed."""
+
+    @abstractmethod
+    def first_refused(self, head: ResponseHead, body: bytes) -> None:
+        """The endpoint has refused the first leg as wrong."""
 
 
 class Stage(Enum):
@@ -138,24 +192,16 @@ class Stage(Enum):
     FINISHED = "over"
 
 
-class Relay(PayloadWatcher):
-    """One response: the net.connections.pool.Receiver of its body."""
-
-    switches = False
+class Relay(BodyReceiver):
+    """One response."""
 
     def __init__(
-        self,
-        head: ResponseHead,
-        connection: Connection,
-        ticket: Ticket,
-        record: RequestRecord,
-        runtime: RequestRuntime,
-        owner: RelayOwner,
+        self, head: ResponseHead, connection: Connection, ticket: Ticket, runtime: RequestRuntime, owner: RequestOwner
     ) -> None:
         self._head = head
         self._connection: Connection | None = connection
         self._ticket = ticket
-        self._record = record
+        self._record = owner.record
         self._runtime = runtime
         self._owner = owner
         self._head_timer: asyncio.TimerHandle | None = None
@@ -171,12 +217,13 @@ class Relay(PayloadWatcher):
         self._progressed = 0
         self._progress_at = 0.0
 
-    def begin(self, turn: Requester, own_fields: str, *, head_sent_by: HeadSender | None) -> None:
-        """Relay the response's body. It may be complete, or broken, when this returns.
-
-        `head_sent_by`: who sent a head, of a stream, to the client; this response continues it (see `can_continue`).
+    def begin(self, own_fields: str) -> None:
+        """Relay the response's body. It may be complete, or broken, when this returns. If the client has the head of a
+        stream, this response continues it (see `can_continue`).
         """
+        turn = self._owner
         head, connection, client, http10 = self._head, self._connection, turn.client, turn.request.http10
+        head_sent_by = turn.head_sent_by
         assert client.transport is not None, "a lost client ends its exchange"
         assert connection is not None
         self._transport = client.transport
@@ -219,7 +266,6 @@ class Relay(PayloadWatcher):
     # net.connections.h1.PayloadWatcher
 
     def feed(self, data: bytes, start: int, end: int) -> None:
-        """The next piece of payload."""
         scanner = self._scanner
         if scanner is not None:
             if not scanner.is_token(data, start, end):
@@ -232,18 +278,6 @@ class Relay(PayloadWatcher):
             self._pass(data[start:end])
 
     # net.connections.pool.Receiver
-
-    def complete_response(self, head: ResponseHead, body: bytes) -> None:
-        """Never called: the exchange had the head before the relay began."""
-        raise AssertionError("one answer has one head")
-
-    def hints(self, head: ResponseHead) -> None:
-        """Never called, as above."""
-        raise AssertionError("hints after the head")
-
-    def head(self, head: ResponseHead) -> None:
-        """Never called, as above."""
-        raise AssertionError("one answer has one head")
 
     def body(self, data: bytes) -> None:
         """The next bytes of the message, framing included."""
@@ -508,7 +542,6 @@ class Relay(PayloadWatcher):
 
     @property
     def usage(self) -> Usage | None:
-        """The usage that the endpoint reported so far."""
         if self._scanner is not None:
             return self._scanner.usage
         return None if self._body is None else self._body.usage

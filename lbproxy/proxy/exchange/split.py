@@ -4,9 +4,9 @@
 The exchange places both legs and sends the second one; this sends the first, by the connector's contract
 (docs/decisions/0041):
 
-    nixl, shared-storage    first leg; then `SplitOwner.prefilled`, and the second leg with what it returned
-    mooncake, sglang        both at once: `SplitOwner.second_ready`, then the response of the first leg matters only if
-                            it fails. With Mooncake prefill is asked for its engine's id before, once for each process
+    nixl, shared-storage    first leg; then `RequestOwner.prefilled`, and the second leg with what it returned
+    mooncake, sglang        both at once: `RequestOwner.second_ready`, then the response of the first leg matters only
+                            if it fails. With Mooncake prefill is asked for its engine's id before, once a process
 
 A first leg that the endpoint refuses as wrong (400, 404, ...) is no verdict on the request: the body is not the
 client's. With a serial connector the request is then served whole; with a concurrent one its refusal is the response,
@@ -17,19 +17,20 @@ endpoint fetch and drop it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from lbproxy.core.endpoints.endpoint import Endpoint
 from lbproxy.core.endpoints.state import EndpointState
 from lbproxy.core.observed.trace import Trace
 from lbproxy.core.queue.ticket import Ticket
-from lbproxy.core.requests.request import DECODE, PREFILL, InferenceRequest, Usage
+from lbproxy.core.requests.request import DECODE, PREFILL, InferenceRequest
 from lbproxy.core.requests.retry import FailureKind, UpstreamError, status_failure
 from lbproxy.net.connections.call import Call, Called, Result
-from lbproxy.net.connections.h1 import ResponseHead, request_head
+from lbproxy.net.connections.h1 import request_head
 from lbproxy.net.connections.patience import ClockLimits
 from lbproxy.net.dialing.origin import Origin
-from lbproxy.proxy.exchange.exchanger import Exchanger, Guard
+from lbproxy.proxy.exchange.exchanger import Exchanger
+from lbproxy.proxy.exchange.relay import RequestOwner
 from lbproxy.proxy.request.client_request import ClientRequest
 from lbproxy.proxy.request.legs import (
     MAX_HANDOVER_BYTES,
@@ -53,22 +54,6 @@ RELEASE_S: Final = 0.2
 """After so long a decode endpoint has read the request that is to be dropped there."""
 
 
-class SplitOwner(Guard, Protocol):
-    """The exchange. Only one of the methods is called after `second_ready`, and none after `cancel`."""
-
-    def second_ready(self) -> None:
-        """The second leg can be sent, while the first one runs."""
-
-    def prefilled(self, usage: Usage | None) -> None:
-        """The first leg is complete; the second can be placed."""
-
-    def first_failed(self, error: UpstreamError) -> None:
-        """The first leg failed."""
-
-    def first_refused(self, head: ResponseHead, body: bytes) -> None:
-        """The endpoint has refused the first leg as wrong."""
-
-
 class FirstLeg(NamedTuple):
     """What a first leg needs of its request."""
 
@@ -78,13 +63,12 @@ class FirstLeg(NamedTuple):
     forwarded: bytes
     """Field lines about the client."""
     trace: Trace | None
-    """If the request is traced."""
 
 
 class SplitRequest:
     """One request that is split, from the placement of its first leg."""
 
-    def __init__(self, shared: Exchanger, ticket: Ticket, leg: FirstLeg, owner: SplitOwner) -> None:
+    def __init__(self, shared: Exchanger, ticket: Ticket, leg: FirstLeg, owner: RequestOwner) -> None:
         """`ticket`: of the first leg."""
         state = ticket.placed_state
         assert state.handover.how is not None

@@ -6,7 +6,7 @@ counts for limits.
 from __future__ import annotations
 
 from math import ceil
-from typing import Final, Protocol
+from typing import Final
 
 from lbproxy.core.observed.record import RequestRecord
 from lbproxy.core.queue.ticket import Ticket
@@ -20,8 +20,7 @@ from lbproxy.net.connections.h1 import ResponseHead
 from lbproxy.net.connections.pool import Connection
 from lbproxy.proxy.exchange.relay import (
     Relay,
-    RelayOwner,
-    Requester,
+    RequestOwner,
     Stage,
     is_json,
 )
@@ -121,23 +120,13 @@ class UsedTokens:
         return self._rates.of(record.endpoint or "", record.model or "", prompt_rate)
 
 
-class AskingOwner(RelayOwner, Requester, Protocol):
-    """The exchange whose server is asked for usage."""
-
-
 class AskedRelay(Relay):
     """The relay of a stream whose usage the client does not ask for."""
 
     def __init__(
-        self,
-        head: ResponseHead,
-        connection: Connection,
-        ticket: Ticket,
-        record: RequestRecord,
-        runtime: RequestRuntime,
-        owner: AskingOwner,
+        self, head: ResponseHead, connection: Connection, ticket: Ticket, runtime: RequestRuntime, owner: RequestOwner
     ) -> None:
-        Relay.__init__(self, head, connection, ticket, record, runtime, owner)
+        Relay.__init__(self, head, connection, ticket, runtime, owner)
         head.announced = None  # the client's length is another one
         self._unasked = UnaskedUsage(owner.request.usage or UsageForm.ANYWAY)
 

@@ -92,7 +92,6 @@ class Arrivals:
         self._of.pop(holder, None)
 
     def end_overdue(self) -> None:
-        """Give up what is too slow."""
         now = self._clock()
         for holder, arrival in list(self._of.items()):
             if now >= arrival.due_at and self._of.pop(holder, None) is not None:

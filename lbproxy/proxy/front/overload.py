@@ -158,7 +158,6 @@ class Overload:
         self.reconfigure(limits)
 
     def reconfigure(self, limits: LimitSettings) -> None:
-        """Apply other limits from now on."""
         self.limit_bytes = limits.memory or self._meter.limit_bytes()
         """How much memory may be used."""
         self.max_held_bytes = limits.buffered_bodies or default_bodies(self.limit_bytes)

@@ -212,7 +212,6 @@ class Requests(Front):
         self.end(record)
 
     def end(self, record: RequestRecord) -> None:
-        """Emit a record."""
         record.ended_at = self._runtime.now()
         if len(record.path) > MAX_PATH_CHARS:
             record.path = record.path[:MAX_PATH_CHARS]

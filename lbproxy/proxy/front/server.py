@@ -156,7 +156,6 @@ class FrontEnd(web.Server):
 
     @property
     def open_connections(self) -> int:
-        """Clients' connections."""
         return self._open
 
     def _has_room(self) -> bool:
