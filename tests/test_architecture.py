@@ -108,7 +108,7 @@ LARGE = {
     "Overload": 18,
     "PoolModel": 23,
     "Proxy": 22,
-    "Relay": 23,
+    "Relay": 22,
     "Ticket": 42,
 }
 """Classes that have more, and how many: these numbers only shrink."""
