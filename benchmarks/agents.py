@@ -1,22 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Coding agents in virtual time: every policy on sessions of `coding_agents`, and the page AGENTS.md.
 
-`python -m benchmarks.routing --agents` runs it; `python -m benchmarks.http_routing --agents` writes the page's last
-part. Each keeps the part that the other wrote.
+`python -m benchmarks.routing --agents` runs it; `python -m benchmarks.http_routing --group agents` writes the page's
+last part (`benchmarks.page`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import fmean
 
 from benchmarks.cells import AGENTS, Cell
 from lbproxy import __version__
 from lbproxy.sim.figures.report import Summary, as_table, cells, headings, paired
 
-AGENTS_PAGE = Path(__file__).parent / "AGENTS.md"
-OVER_HTTP = "Coding agents, over HTTP"
 OURS = "adaptive"
 FIGURES = (
     "ttft_mean",
@@ -100,18 +97,3 @@ def _mean(runs: Sequence[Summary], figure: str) -> float:
 
 
 # The page
-
-
-def with_virtual(text: str) -> str:
-    """The page with this as its first part."""
-    _, marker, rest = _kept().partition(f"# {OVER_HTTP}\n")
-    return text + (f"\n{marker}{rest}" if marker else "")
-
-
-def with_part(text: str) -> str:
-    """The page with this, which begins with its heading, as its last part."""
-    return f"{_kept().partition(f'# {OVER_HTTP}')[0].rstrip()}\n\n{text}"
-
-
-def _kept() -> str:
-    return AGENTS_PAGE.read_text("utf-8") if AGENTS_PAGE.exists() else ""

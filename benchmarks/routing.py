@@ -37,6 +37,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks import agents
 from benchmarks.cells import AGENTS, CELLS, GIE_LORA, LORA, LORA_CAPACITY, PUBLISHED, ROBUSTNESS, Cell
+from benchmarks.page import AGENTS_PAGE, PUBLISHED_PAGE
 from benchmarks.targets import Found, Kept, Runner, chosen_parts, found_of, run_parts
 from benchmarks.verdicts import mean, page, ratio, shown
 from lbproxy import __version__
@@ -294,7 +295,7 @@ def run_agents(args: argparse.Namespace) -> int:
             found.setdefault(name, {})[policy] = [run.summary for run in runs]
     text = agents.page(found, len(seeds))
     if not (args.cells or args.policies):
-        agents.AGENTS_PAGE.write_text(agents.with_virtual(text), "utf-8")
+        AGENTS_PAGE.write_virtual(text)
     print(text)
     return 0
 
@@ -312,7 +313,7 @@ def run_published(args: argparse.Namespace) -> int:
         found.setdefault(name, {}).setdefault(policy, []).append(summary)
     title = f"`python -m benchmarks.routing --published`, lbproxy {__version__}, {seeds} seeds a cell."
     tables = [Table(name, PUBLISHED[name], runs) for name, runs in found.items()]
-    (HERE / "PUBLISHED.md").write_text(_page("Published traffic, simulated", title, tables), "utf-8")
+    PUBLISHED_PAGE.write_virtual(_page("Published traffic, simulated", title, tables))
     print(against_best(tables))
     return 0
 

@@ -18,9 +18,8 @@ from pathlib import Path
 import orjson
 
 from benchmarks import http_routing
-from benchmarks.agents import AGENTS_PAGE, OVER_HTTP, with_part
 from benchmarks.http_routing import trial
-from benchmarks.http_routing.cells import CELLS, OPEN_LOOPS
+from benchmarks.http_routing.cells import CELLS, GROUPS
 from benchmarks.http_routing.pages import CellRuns, comparable, page, picture
 from benchmarks.http_routing.results import Row, Source, believed, read, row_of, simulated
 from benchmarks.http_routing.routers import OURS, Router, routers
@@ -48,7 +47,7 @@ def options() -> argparse.ArgumentParser:
     )
     parser.add_argument("--short", action="store_true", help="at most 10 minutes: fewer routers, one seed, shorter")
     parser.add_argument("--cells", nargs="+", metavar="NAME", choices=CELLS, help=f"of {', '.join(CELLS)}")
-    parser.add_argument("--agents", action="store_true", help="the cells of coding agents, for AGENTS.md")
+    parser.add_argument("--group", choices=GROUPS, help="cells that have a page of their own: by default, routing's")
     parser.add_argument("--routers", nargs="+", metavar="WORD", help="only those with one of these in their names")
     parser.add_argument("--seeds", type=int, metavar="N")
     parser.add_argument("--at-a-time", type=int, default=1, metavar="N", help="runs side by side, of a cell and seed")
@@ -78,15 +77,12 @@ def prepare() -> None:
 
 def chosen(args: argparse.Namespace) -> tuple[list[str], list[Router]]:
     """Cells and routers; of the latter those that are not installed, too."""
-    agents = [name for name in CELLS if name not in OPEN_LOOPS]
-    cells = args.cells or (
-        agents
-        if args.agents
-        else [name for name in OPEN_LOOPS if (CELLS[name].in_short if args.short else CELLS[name].in_full)]
-    )
-    args.agents = args.agents or set(cells) <= set(agents)
-    if args.agents and not set(cells) <= set(agents):
-        raise SystemExit("cells of coding agents have a page of their own: name no others with them")
+    groups = {CELLS[name].group for name in args.cells or ()} | ({args.group} - {None})
+    if len(groups) > 1:
+        raise SystemExit(f"each of {', '.join(sorted(groups))} has a page of its own: name cells of one only")
+    (args.group,) = groups or {"routing"}
+    of_group = [cell for cell in CELLS.items() if cell[1].group == args.group]
+    cells = args.cells or [name for name, cell in of_group if (cell.in_short if args.short else cell.in_full)]
     some = [
         router
         for router in routers([])
@@ -113,8 +109,11 @@ def run(args: argparse.Namespace, source: Source, task: Task, number: int) -> Ro
 def report(cells: Sequence[CellRuns], args: argparse.Namespace, there: Sequence[Router], outside: Sequence[str]) -> str:
     """The page."""
     trace = "the published Mooncake trace" if args.mooncake else "a stand-in for the Mooncake trace"
-    command = f"python -m benchmarks.http_routing{' --agents' * args.agents}{' --short' * args.short}"
-    asked = "" if args.agents else f", {trace}"
+    own = GROUPS[args.group]
+    command = (
+        f"python -m benchmarks.http_routing{f' --group {args.group}' * (own is not None)}{' --short' * args.short}"
+    )
+    asked = f", {trace}" if own is None else ""
     about = [
         f"`{command}`, {datetime.now(UTC):%Y-%m-%d}, {machine()}, lbproxy {__version__}{asked}.",
         "Hits are of the servers' counters; intervals are 95 %, paired over seeds.",
@@ -127,16 +126,17 @@ def report(cells: Sequence[CellRuns], args: argparse.Namespace, there: Sequence[
             if any(router.name in cell.runs for cell in cells)
         ),
     ]
-    return page(cells, about, outside, f"# {OVER_HTTP}") if args.agents else page(cells, about, outside)
+    return page(cells, about, outside, *([] if own is None else [f"# {own.over_http}"]))
 
 
 def _version(router: Router) -> str:
     return router.subject.version() if router.name != OURS else __version__
 
 
-def write(cells: Sequence[CellRuns], text: str, form: str, *, agents: bool) -> None:
-    if agents:
-        AGENTS_PAGE.write_text(with_part(text), "utf-8")
+def write(cells: Sequence[CellRuns], text: str, form: str, group: str) -> None:
+    own = GROUPS[group]
+    if own is not None:
+        own.write_over_http(text)
         return
     RESULTS.mkdir(exist_ok=True)
     data = {cell.name: {router: list(map(asdict, runs)) for router, runs in cell.summaries().items()} for cell in cells}
@@ -165,7 +165,7 @@ def main() -> None:
     there = [router for router in some if router.subject.missing() is None]
     names = [router.name for router in there]
     form = "short" if args.short else "full"
-    store = BENCH / f"http-{'agents' if args.agents else 'routing'}-{form}.jsonl"
+    store = BENCH / f"http-{args.group}-{form}.jsonl"
     rows = None if args.mooncake is None else tuple(read_mooncake(Path(args.mooncake).read_text().splitlines()))
     source = Source(rows, args.short)
     failed: list[str] = []
@@ -181,7 +181,7 @@ def main() -> None:
     text = report(found, args, there, [*missing, *failed])
     print(text)
     if args.write or not (args.cells or args.routers or args.seeds or args.keep_late):
-        write(found, text, form, agents=args.agents)
+        write(found, text, form, args.group)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import orjson
 import xxhash
 
+from benchmarks.page import AGENTS_PAGE, PUBLISHED_PAGE, Page
 from lbproxy.sim.workloads.catalogue import WARM_UP, make_workload
 from lbproxy.sim.workloads.prompts import prompt_text
 from lbproxy.sim.workloads.traces import TraceRow, mooncake_like
@@ -43,6 +44,8 @@ class Cell:
     """Of a trace's conversations."""
     warm_up_s: float = 0.0
     """Of a trace: arrivals before do not count. A ladder has a warm-up of its own."""
+    group: str = "routing"
+    """Of `GROUPS`: what is measured together, and stands on one page."""
     in_short: bool = True
     in_full: bool = True
     """Measured if no cell is named."""
@@ -101,6 +104,23 @@ CELLS: dict[str, Cell] = {
         in_short=False,
         in_full=False,
     ),
+    # On four servers at half the pace that `benchmarks.cells` has on eight.
+    **{
+        name: Cell(
+            f"{of}, as published, {speedup:g} times as fast",
+            name,
+            4,
+            {"speedup": speedup, "duration_s": 150},
+            {"speedup": speedup, "duration_s": 90},
+            warm_up_s=30,
+            group="published",
+        )
+        for name, of, speedup in (
+            ("toolagent", "Tools and agents at Mooncake", 1.25),
+            ("bailian-chat", "Chat at Qwen-Bailian", 2.0),
+            ("bailian-coder", "Coding at Qwen-Bailian", 0.8),
+        )
+    },
     **{
         f"agents-{api}": Cell(
             "40 sessions that share tools and system prompt, through " + how,
@@ -108,13 +128,14 @@ CELLS: dict[str, Cell] = {
             4,
             {"sessions": 40, "duration_s": 240, "warm_up_s": 90},
             {"sessions": 40, "duration_s": 120, "warm_up_s": 60},
-            in_short=False,
+            group="agents",
             api=api,
         )
         for api, how in AGENT_APIS.items()
     },
 }
-OPEN_LOOPS = [name for name, cell in CELLS.items() if cell.api is None]
+GROUPS: Mapping[str, Page | None] = {"routing": None, "agents": AGENTS_PAGE, "published": PUBLISHED_PAGE}
+"""Their pages; None = ROUTING_HTTP.md, which is all theirs."""
 
 
 def arrivals(cell: Cell, seed: int, rows: Sequence[TraceRow] | None, *, short: bool) -> list[list[Arrival]]:
@@ -126,22 +147,25 @@ def arrivals(cell: Cell, seed: int, rows: Sequence[TraceRow] | None, *, short: b
     parameters = cell.named(short=short)
     if cell.api is not None:
         return _phases(cell, parameters, seed, None)
-    if cell.workload != "mooncake":
-        return [
-            # A system prompt is an app, or a user.
-            [(at, replace(job, session=str(job.prompt[0].id))) for at, job in phase]
-            for phase in _phases(cell, parameters, seed, None)
-        ]
-    found = mooncake_like(seed) if rows is None else rows
-    some = thinned(window(found, parameters["duration_s"] * parameters["speedup"], seed), cell.share)
-    warm_up_s = min(cell.warm_up_s, parameters["duration_s"] / 3)
+    if cell.workload == "mooncake":
+        stretch_s = parameters["duration_s"] * parameters["speedup"]
+        rows = thinned(window(mooncake_like(seed) if rows is None else rows, stretch_s, seed), cell.share)
+    # A ladder's warm-up is a phase, and has no end.
+    warm_up_s = min(cell.warm_up_s, parameters.get("duration_s", 0.0) / 3)
     return [
         [
-            (at, replace(job, phase=WARM_UP if at < warm_up_s else "", session=str(job.prompt[:2][-1].id)))
+            (at, replace(job, phase=WARM_UP if at < warm_up_s else job.phase, session=_session(cell.workload, job)))
             for at, job in phase
         ]
-        for phase in _phases(cell, parameters, seed, some)
+        for phase in _phases(cell, parameters, seed, rows)
     ]
+
+
+def _session(workload: str, job: Job) -> str | None:
+    """A system prompt is an app, or a user; Mooncake's rows all begin with one block, and the second tells
+    conversations apart; published traffic has sessions of its own.
+    """
+    return job.session or str(job.prompt[:2][-1 if workload == "mooncake" else 0].id)
 
 
 def _phases(
@@ -161,10 +185,7 @@ def window(rows: Sequence[TraceRow], duration_s: float, seed: int) -> list[Trace
 
 
 def thinned(rows: Iterable[TraceRow], share: float) -> list[TraceRow]:
-    """A share of a trace's conversations, each with all of its rows: thinning by rows would thin prefixes' reuse, too.
-
-    Mooncake's rows all begin with one block; the second tells conversations apart.
-    """
+    """A share of a trace's conversations, each with all of its rows: thinning by rows would thin the reuse, too."""
     return [row for row in rows if _draw(row.blocks[:2][-1]) < share]
 
 

@@ -21,12 +21,13 @@ import pytest
 from benchmarks import agents
 from benchmarks.cells import AGENTS
 from benchmarks.http_routing.apis import APIS, Json, Prompt, prompt_of, response_id, text_of, tool_list, written
-from benchmarks.http_routing.cells import AGENT_APIS, CELLS, OPEN_LOOPS, Cell
+from benchmarks.http_routing.cells import AGENT_APIS, CELLS, Cell
 from benchmarks.http_routing.client import Answer, Counters, Reading, Request, counters
 from benchmarks.http_routing.results import Source as Arrivals
 from benchmarks.http_routing.results import closed_loop, row_of, simulated
 from benchmarks.http_routing.sessions import SessionClient
 from benchmarks.http_routing.trial import refusal
+from benchmarks.page import Page
 from lbproxy.sim.figures.report import Summary
 from lbproxy.sim.mock.http import MockOptions, MockServer
 from lbproxy.sim.workloads.catalogue import make_workload
@@ -291,20 +292,19 @@ def test_virtual_time_has_the_same_sessions(tiny: str) -> None:
 
 
 def test_cells_of_agents_are_measured_only_if_named() -> None:
-    assert {f"agents-{api}" for api in AGENT_APIS} == set(CELLS) - set(OPEN_LOOPS)
+    assert {f"agents-{api}" for api in AGENT_APIS} == {name for name, cell in CELLS.items() if cell.group == "agents"}
     assert all(cell.api in APIS for cell in CELLS.values() if cell.api is not None)
 
 
 # The page
 
 
-def test_each_part_of_the_page_keeps_the_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    page = tmp_path / "AGENTS.md"
-    monkeypatch.setattr(agents, "AGENTS_PAGE", page)
-    page.write_text(agents.with_virtual("# Coding agents\n\nold\n"))
-    page.write_text(agents.with_part(f"# {agents.OVER_HTTP}\n\nmeasured\n"))
-    page.write_text(agents.with_virtual("# Coding agents\n\nnew\n"))
-    assert page.read_text() == f"# Coding agents\n\nnew\n\n# {agents.OVER_HTTP}\n\nmeasured\n"
+def test_each_part_of_the_page_keeps_the_other(tmp_path: Path) -> None:
+    page = Page(tmp_path / "AGENTS.md", "Over HTTP")
+    page.write_virtual("# Coding agents\n\nold\n")
+    page.write_over_http("# Over HTTP\n\nmeasured\n")
+    page.write_virtual("# Coding agents\n\nnew\n")
+    assert page.path.read_text() == "# Coding agents\n\nnew\n\n# Over HTTP\n\nmeasured\n"
 
 
 def test_the_page_compares_ours_with_the_best_of_each_figure() -> None:
