@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import routing
 from benchmarks.cells import PUBLISHED
+from benchmarks.page import Page
 from lbproxy.sim.workloads.published import TRAFFIC
 
 
@@ -27,6 +28,7 @@ def test_a_page_has_each_cell_with_each_policy(tmp_path: Path, monkeypatch: pyte
     }
     monkeypatch.setattr(routing, "PUBLISHED", cells)
     monkeypatch.setattr(routing, "HERE", tmp_path)
+    monkeypatch.setattr(routing, "PUBLISHED_PAGE", Page(tmp_path / "PUBLISHED.md", "Over HTTP"))
     args = argparse.Namespace(policies=["random", "adaptive"], seeds=1, mooncake=None, azure=None)
     assert routing.run_published(args) == 0
     page = (tmp_path / "PUBLISHED.md").read_text("utf-8")
